@@ -1,0 +1,1022 @@
+"""fp8gpt: a GPT whose linear layers train in 8-bit floating point, in one file.
+
+A linear layer spends its time in three matrix multiplications (GEMMs). With M tokens, K input
+features and N output features, x (M, K), w (N, K) and the gradient g = dLoss/dy (M, N):
+
+    fprop   y  = x  . w^T       (M, K) . (N, K)^T -> (M, N)     contracts K
+    dgrad   dx = g  . w         (M, N) . (K, N)^T -> (M, K)     contracts N
+    wgrad   dw = g^T . x        (N, M) . (K, M)^T -> (N, K)     contracts M
+
+FP8 training runs these three on 8-bit numbers: half the bytes of BF16, and twice the arithmetic on
+a GPU with FP8 tensor cores. Everything else (weights as the optimizer sees them, norms, softmax,
+residuals, loss) stays in 16 or 32 bits. An 8-bit number has a short range, so an operand is first
+multiplied into that range: it travels as codes `q` and scales `s`, with
+
+    x  ~  q * s                 s is the *decode* scale, here and everywhere in this file
+
+(Transformer Engine calls our s `scale_inv`, DeepSeek calls it `s`, torchao's `scale` is 1 / s.)
+How the scales are chosen is a *recipe*, and every published recipe is one sentence: cut the operand
+into tiles along the axis that the GEMM contracts, take each tile's largest magnitude (amax), round
+the scale, cast. So a recipe is a row of a table (section 3), and the code below exists once.
+
+    1 Formats        what 8 bits can say                  6 FP8 linear     the three GEMMs, labelled
+    2 Scaling        amax, scale, quantize, dequantize    7 Smooth-SwiGLU  an activation that squares
+    3 Recipes        the table                            8 GPT            GPT-2 or Llama
+    4 Health         how good is a quantised operand?     9 FP8 Adam       moments in one byte
+    5 GEMM           A . B^T on codes and scales         10 Where to go next
+
+Read it once with only the `bf16` row of the table in mind, then again. `python fp8gpt.py` prints
+the tables of sections 1 to 4. On a machine without FP8 hardware the arithmetic is *emulated*:
+the same codes and scales, multiplied in fp32.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+# ------------------------------------------------------------------------------------------------
+# 1. Formats: what 8 bits can say
+#
+# Take 0.1. In E4M3 (4 exponent bits, 3 mantissa bits, exponent bias 7) its nearest neighbour is
+#
+#     0.1  ->  0 0011 101  ->  0x1D  ->  2^(3-7) * (1 + 5/8) = 0.1015625
+#              | |    |
+#              | |    mantissa 5
+#              | exponent 3
+#              sign
+#
+# The grid is a ruler whose marks are twice as far apart in every next power of two:
+#
+#     near 1       0.875   0.9375   1       1.125    1.25     1.375    1.5
+#     E4M3     ------|-------|------|---------|--------|--------|--------|------
+#
+#     near 448      352     384     416      448  |  464 and beyond: nothing, so a cast must stop
+#     E4M3     ------|-------|-------|--------|   |  at 448 (it *saturates*)
+#
+# so a number is right to a *relative* 2^-4 = 6.25 % (E5M2, with 2 mantissa bits: 12.5 %), from the
+# smallest normal number to the largest. E5M2 spends one bit more on range: gradients like that.
+#
+# Why not just cast? A gradient of 1e-5 is below half of E4M3's smallest number, 2^-9 = 0.00195: a
+# plain cast makes it 0. Multiplied by 2^24 first it is 167.8, which becomes 176 (the grid's step is
+# 16 there), and 176 / 2^24 = 1.049e-5: off by 4.9 %, but alive. The whole file is about that scale.
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point format. `max`: largest finite value. `emin`: exponent of the smallest normal
+    number. `mantissa`: explicit mantissa bits. (OCP 8-bit floating point specification, v1.0.)"""
+
+    name: str
+    dtype: torch.dtype
+    mantissa: int
+    emin: int
+    max: float
+
+    @property
+    def emax(self) -> int:
+        """Exponent of the largest number: 8 for E4M3, 15 for E5M2."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
+    def clips_at(self) -> float:
+        """Half a step above `max`. What is larger loses more than a rounding does: it is clipped."""
+        return self.max + 2.0 ** (self.emax - self.mantissa - 1)
+
+
+E4M3 = Format("E4M3", torch.float8_e4m3fn, mantissa=3, emin=-6, max=448.0)
+E5M2 = Format("E5M2", torch.float8_e5m2, mantissa=2, emin=-14, max=57344.0)
+FP16 = Format("FP16", torch.float16, mantissa=10, emin=-14, max=65504.0)  # only for master weights
+BF16 = Format("BF16", torch.bfloat16, mantissa=7, emin=-126, max=3.3895313892515355e38)
+FP32 = Format("FP32", torch.float32, mantissa=23, emin=-126, max=3.4028234663852886e38)
+
+
+def round_to(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
+    """Round fp32 `x` onto the grid of a format of at most 16 bits with `emin` >= -14, as fp32.
+
+    Nearest, ties to even; beyond the largest number it saturates; NaN stays NaN and -0 stays -0.
+    With `noise`, uniform in [0, 1), it rounds up with a probability equal to the fraction that is
+    cut off, so the mean is right: stochastic rounding. This function *is* the definition.
+    """
+    exponent = x.view(torch.int32) & 0x7F800000  # 2^floor(log2 |x|), as the bits of an fp32 number
+    exponent = exponent.clamp(min=(fmt.emin + 127) << 23)  # below emin the grid is evenly spaced
+    step = (exponent - (fmt.mantissa << 23)).view(torch.float32)
+    steps = x / step  # exact: a power of two
+    steps = torch.round(steps) if noise is None else torch.floor(steps + noise)
+    return (steps * step).clamp(-fmt.max, fmt.max)
+
+
+def encode(x: Tensor, fmt: Format, stochastic: bool = False) -> Tensor:
+    """fp32 -> codes in `fmt.dtype`: `round_to`, stored. torch's cast rounds the same way in a single
+    pass, but whether it saturates depends on format and version, so the clamp is ours."""
+    if stochastic:
+        return round_to(x, fmt, torch.rand_like(x)).to(fmt.dtype)
+    return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
+
+
+def decode(q: Tensor) -> Tensor:
+    """Codes -> fp32. There are 256, so on a CPU a table is 3x faster than torch's E4M3 cast."""
+    if q.dtype is torch.float8_e4m3fn and q.is_cpu and not torch.compiler.is_compiling():
+        if not q.is_contiguous() and q.dim() == 2:
+            return decode(q.t()).t() if q.t().is_contiguous() else decode(q.contiguous())
+        table = torch.arange(256, dtype=torch.uint8).view(q.dtype).float()
+        return table.index_select(0, q.view(torch.uint8).flatten().int()).view(q.shape)
+    return q.float()
+
+
+# ------------------------------------------------------------------------------------------------
+# 2. Scaling: amax -> scale -> codes
+#
+# One scale serves one *tile* of the operand. Four tile shapes cover every recipe; each drawing is
+# one operand with 4 rows, whose columns are the axis that the GEMM contracts:
+#
+#     tensor (all, all)       row (1, all)          1 x 128 or 1 x 32       128 x 128 (weights)
+#     +---------------+     +---------------+     +-------+-------+       +-------+-------+
+#     |               |     +---------------+     +-------+-------+       |       |       |
+#     |       s       |     +---------------+     +-------+-------+       |   s   |   s   |
+#     |               |     +---------------+     +-------+-------+       |       |       |
+#     +---------------+     +---------------+     +-------+-------+       +-------+-------+
+#
+# A tile must lie along the contracted axis, or its scale could not leave the sum. And that axis
+# changes: fprop contracts the K of x (M, K), wgrad contracts its M. So x needs two copies,
+#
+#     for fprop: tiles lie along K           for wgrad: tiles stand along M, then x is transposed
+#     +-------+-------+                      +--+--+--+--+
+#     +-------+-------+                      |  |  |  |  |
+#     +-------+-------+                      |  |  |  |  |
+#     +-------+-------+                      +--+--+--+--+
+#
+# both cut from the high-precision x: quantising the first copy again would round twice. A square
+# tile (the whole tensor, or 128 x 128) is its own transpose: there one copy serves both.
+
+
+class Quantized(NamedTuple):
+    """An operand (R, C) in FP8: x ~ q * s. `amax` is the operand's own, whatever s came from."""
+
+    q: Tensor  # (R, C) codes, fmt.dtype
+    s: Tensor  # (ceil(R/r), ceil(C/c)) fp32 decode scales; NaN where the tile holds NaN or inf
+    tile: tuple  # (r, c); None stands for the whole axis
+    fmt: Format
+    amax: Tensor | None = None  # like s
+    rounding: str = "fp32"
+
+    def t(self) -> "Quantized":
+        """The transposed operand (C, R): the same numbers, read the other way."""
+        amax = None if self.amax is None else self.amax.t()
+        return Quantized(self.q.t(), self.s.t(), self.tile[::-1], self.fmt, amax, self.rounding)
+
+
+def tiles(x: Tensor, tile: tuple) -> Tensor:
+    """View x (R, C) as (R/r, r, C/c, c): element [i, j, k, l] lies in tile (i, k). An edge that does
+    not fill a tile is padded with zeros, which change neither an amax nor a code."""
+    r, c = (min(t or n, n) for t, n in zip(tile, x.shape))
+    if x.shape[0] % r or x.shape[1] % c:
+        x = F.pad(x, (0, -x.shape[1] % c, 0, -x.shape[0] % r))
+    return x.unflatten(1, (-1, c)).unflatten(0, (-1, r))
+
+
+def untile(v: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of `tiles`: (R/r, r, C/c, c) -> (R, C), padding cut off."""
+    return v.flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]]
+
+
+def ceil_pow2(x: Tensor) -> Tensor:
+    """The power of two at or above x (fp32, x >= 0; 0 stays 0), by its bits: adding all the mantissa
+    bits carries into the exponent unless all of them were 0. (log2 in fp32 is wrong near a power.)"""
+    return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def encode_scale(
+    amax: Tensor, fmt: Format, rounding: str, margin: int = 0, max_exponent: int = 126
+) -> Tensor:
+    """The multiplier e that brings `amax` (fp32, any shape) to the top of the format; s = 1 / e.
+
+    rounding  "fp32": e = max / amax                    (Transformer Engine, torchao)
+              "pow2": s = 2^ceil(log2(amax / max))      nothing saturates (MXFP8, DeepGEMM, TE blocks)
+              "floor": s = 2^(floor(log2 amax) - emax)  the OCP MX rule: the top may saturate
+    margin    leaves 2^margin of headroom. max_exponent: e stays within 2^+-max_exponent; by default
+              just so far that s, e and amax are normal fp32 numbers.
+    """
+    lowest, highest = fmt.max * 2.0**-max_exponent, fmt.max * 2.0**max_exponent
+    a = amax.clamp(min=lowest, max=min(highest, FP32.max))
+    top = torch.full_like(
+        a, fmt.max
+    )  # a tensor: number / tensor multiplies by a rounded reciprocal
+    if rounding == "fp32":
+        e = top / a
+    elif rounding == "pow2":
+        e = 1 / ceil_pow2(a / top)
+    else:
+        e = 2.0**fmt.emax / (a.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return torch.where(amax == 0, 1.0, e * 2.0**-margin)
+
+
+def quantize(
+    x: Tensor,
+    fmt: Format = E4M3,
+    tile: tuple = (None, None),
+    rounding: str = "fp32",
+    amax: Tensor | float | None = None,
+    margin: int = 0,
+    max_exponent: int = 126,
+    stochastic: bool = False,
+) -> Quantized:
+    """Quantise x (R, C), any float dtype and strides, with one scale for each tile.
+
+    amax: scale by this instead of the tile's own largest magnitude; where it is 0, by the tile's own.
+    A tile that holds NaN or inf gets s = NaN: its output is NaN, and so is the loss. (A cast alone
+    would turn inf into a quiet 448.)
+    """
+    if fmt.dtype in (torch.bfloat16, torch.float32):  # wide enough: no tiles, no scales, s = 1
+        one = torch.ones(1, 1, device=x.device)
+        return Quantized(x.to(fmt.dtype), one, (None, None), fmt)
+    v = tiles(x.float(), tile)  # (R/r, r, C/c, c)
+    own = v.abs().amax((1, 3))  # (R/r, C/c)
+    used = own if amax is None else torch.where(torch.as_tensor(amax) > 0, amax, own)
+    e = encode_scale(used, fmt, rounding, margin, max_exponent)
+    q = encode(v * e[:, None, :, None], fmt, stochastic)
+    s = torch.where(own.isfinite(), e.reciprocal(), math.nan)
+    return Quantized(untile(q, x.shape), s, tile, fmt, own, rounding)
+
+
+def dequantize(x8: Quantized) -> Tensor:
+    """(R, C) fp32: every code times the scale of its tile."""
+    x = decode(x8.q)
+    if x8.s.numel() == 1:
+        return x * x8.s
+    return untile(tiles(x, x8.tile) * x8.s[:, None, :, None], x.shape)
+
+
+# ------------------------------------------------------------------------------------------------
+# 3. Recipes: one row each
+#
+# A tile is written for an operand whose last axis is contracted; None is the whole axis. Three
+# operands (x, w, g) take part in the three GEMMs, so most fields come in threes.
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How x, w and g become FP8. Change a field with `dataclasses.replace`."""
+
+    name: str
+    x_tile: tuple = (None, None)
+    w_tile: tuple = (None, None)
+    g_tile: tuple = (None, None)
+    amax: str = "now"  # "now": the tile's own; "history": of past steps; "constant": from `bias`
+    rounding: str = "fp32"  # of the scale, see encode_scale
+    x_fmt: Format = E4M3
+    w_fmt: Format = E4M3
+    g_fmt: Format = E4M3
+    margin: tuple = (0, 0, 0)  # x, w, g: headroom of 2^margin
+    bias: tuple = (0, 0, 0)  # x, w, g: with amax="constant", encode by 2^bias
+    amax_history_len: int = 1024  # optimizer steps that "history" looks back
+    amax_compute_algo: str = "max"  # over the history, or its "most_recent" entry
+    max_exponent: int = 126  # scales stay within 2^+-max_exponent
+    fprop: bool = True  # False: leave this GEMM in BF16
+    dgrad: bool = True
+    wgrad: bool = True
+
+    def __post_init__(self):
+        for field, choices in CHOICES.items():
+            if (value := getattr(self, field)) not in choices:
+                raise ValueError(
+                    f"recipe {self.name!r}: {field} is {value!r}, not one of {choices}"
+                )
+        if self.amax != "now" and {*self.x_tile, *self.w_tile, *self.g_tile} != {None}:
+            raise ValueError(f"recipe {self.name!r}: amax={self.amax!r} needs whole-tensor tiles")
+        if self.amax_history_len < 1:
+            raise ValueError(f"recipe {self.name!r}: amax_history_len must be at least 1")
+
+    def format(self, operand: str, gemm: str) -> Format:
+        """In which format `gemm` reads `operand` ("x", "w" or "g")."""
+        return getattr(self, operand + "_fmt") if getattr(self, gemm) else BF16
+
+
+CHOICES = {
+    "amax": ("now", "history", "constant"),
+    "rounding": ("fp32", "pow2", "floor"),
+    "amax_compute_algo": ("max", "most_recent"),
+}
+_HYBRID = dict(x_fmt=E4M3, w_fmt=E4M3, g_fmt=E5M2)
+_ROW, _1X128, _128X128, _1X32 = (1, None), (1, 128), (128, 128), (1, 32)
+
+RECIPES = {
+    r.name: r
+    for r in (
+        # The baseline: a 16-bit number has range enough, so s = 1. Same code, no scales.
+        Recipe("bf16", x_fmt=BF16, w_fmt=BF16, g_fmt=BF16),
+        # FP8-CSCALE (arXiv 2309.17224): fixed powers of two, chosen for the default run of train.py.
+        Recipe("constant", amax="constant", rounding="pow2", bias=(3, 6, 16), **_HYBRID),
+        # FP8-AMAX (arXiv 2309.17224): a power of two from the amax; gradients keep 2^3 of headroom.
+        Recipe("amax", rounding="pow2", margin=(0, 0, 3), max_exponent=31, **_HYBRID),
+        # Transformer Engine's DelayedScaling: the scale of past steps, so a cast is a single pass.
+        Recipe("delayed", amax="history", **_HYBRID),
+        # TE's Float8CurrentScaling, torchao's tensorwise: read twice, first for the amax.
+        Recipe("current", **_HYBRID),
+        # torchao's rowwise: a scale for each token and each output channel.
+        Recipe("rowwise", _ROW, _ROW, _ROW, rounding="pow2"),
+        # DeepSeek-V3 (arXiv 2412.19437), TE's Float8BlockScaling: finer tiles make E4M3 enough for g.
+        Recipe("blockwise", _1X128, _128X128, _1X128, rounding="pow2"),
+        # OCP microscaling (v1.0), rounded up as in arXiv 2506.08027; native on Blackwell.
+        Recipe("mxfp8", _1X32, _1X32, _1X32, rounding="pow2"),
+    )
+}
+
+
+def get_recipe(recipe: "str | Recipe") -> Recipe:
+    """A row of RECIPES by name; a Recipe passes through. Raises ValueError for an unknown name."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        raise ValueError(f"unknown recipe {recipe!r}; choose from {', '.join(RECIPES)}")
+    return RECIPES[recipe]
+
+
+# Each operand is read by two GEMMs: as it lies by the first, transposed by the second.
+READERS = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "g": ("dgrad", "wgrad")}
+
+
+def quantize_operand(
+    x: Tensor, operand: str, recipe: Recipe, history: Tensor | None = None, copies: str = "both"
+) -> tuple:
+    """Quantise x (R, C), which is "x", "w" or "g", for its two readers.
+
+    Returns (x8, x8_t): (R, C) for the GEMM that contracts C and (C, R) for the one that contracts R;
+    copies = "first" or "second" leaves the other one None. history: the amax of past steps, a scalar.
+    """
+    i = "xwg".index(operand)
+    tile, first, second = getattr(recipe, operand + "_tile"), *READERS[operand]
+    fmt, fmt_t = recipe.format(operand, first), recipe.format(operand, second)
+    how = dict(rounding=recipe.rounding, margin=recipe.margin[i], max_exponent=recipe.max_exponent)
+
+    def cast(fmt, tile):
+        constant = fmt.max * 2.0 ** -recipe.bias[i] if recipe.amax == "constant" else None
+        return quantize(x, fmt, tile, amax=constant if history is None else history, **how)
+
+    x8 = cast(fmt, tile) if copies != "second" else None
+    if copies == "first":
+        return x8, None
+    if x8 is not None and fmt is fmt_t and tile == tile[::-1]:  # a square tile, the same format
+        return x8, x8.t()
+    return x8, cast(fmt_t, tile[::-1]).t()  # upright tiles, then read transposed
+
+
+# ------------------------------------------------------------------------------------------------
+# 4. Health: how good is a quantised operand?
+#
+# SQNR, the ratio of signal to error in dB, is the common currency: 6 dB are one bit, E4M3 gives
+# about 31 dB and E5M2 about 25. But it is an average over energy, and a single outlier can hold all
+# the energy while everything else becomes zero. So look at the underflow beside it.
+
+
+def health(x: Tensor, x8: Quantized, where: Tensor | None = None) -> dict:
+    """Compare x (R, C) with its quantised form; only elements of the mask `where`, if given.
+
+    sqnr       10 log10(sum x^2 / sum (x - q s)^2), dB
+    underflow  fraction of the non-zero elements that became zero
+    clip       fraction that lay beyond the format's largest number, by more than a rounding
+    peak       amax / median |x|
+    """
+    y, x = dequantize(x8), x.float()
+    s = untile(torch.ones_like(tiles(x, x8.tile)) * x8.s[:, None, :, None], x.shape)
+    x, y, s = (t[where] if where is not None else t.reshape(-1) for t in (x, y, s))
+    noise, signal = (x - y).double().square().sum(), x.double().square().sum()
+    return {
+        "sqnr": (10 * torch.log10(signal / noise)).item(),
+        "underflow": ((y == 0) & (x != 0)).sum().item() / max((x != 0).sum().item(), 1),
+        "clip": (x.abs() > x8.fmt.clips_at * s).float().mean().item(),
+        "peak": (x.abs().max() / x.abs().median()).item(),
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# 5. GEMM: A (M, K) . B (N, K)^T
+#
+# Emulation is the definition: decode, multiply, add in fp32. It runs on every machine. A scale that
+# covers the whole of K leaves the sum, so the sum runs over bare codes and the scales multiply the
+# output: that is why tensor and row scales cost hardware nothing. Finer tiles are decoded first.
+# Hardware is an optimisation that has to agree with this.
+
+
+def backend(recipe: Recipe, device: torch.device) -> tuple:
+    """Where the GEMMs of a recipe run on a device: ("scaled_mm" | "emulated", the reason)."""
+    if {recipe.x_fmt, recipe.w_fmt, recipe.g_fmt} <= {BF16, FP32}:
+        return "emulated", "no FP8 in this recipe"
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "emulated", f"no FP8 matrix units behind torch on {device.type}: fp32 arithmetic"
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return "emulated", "this GPU is older than Ada (sm_89): BF16 tensor cores"
+    tile_k = {recipe.x_tile[1], recipe.w_tile[1], recipe.g_tile[1]}
+    if tile_k != {None}:
+        return "emulated", "torch alone has no GEMM for these tiles: decoded, BF16 tensor cores"
+    if recipe.g_fmt is E5M2 and E5M2 in (recipe.x_fmt, recipe.w_fmt):
+        return "emulated", "no FP8 tensor core path for E5M2 x E5M2: BF16 tensor cores"
+    return "scaled_mm", "FP8 tensor cores"
+
+
+def gemm_nt(
+    a8: Quantized,
+    b8: Quantized,
+    out_dtype: torch.dtype = torch.float32,
+    backend: str = "emulated",
+    fast_accum: bool = False,
+) -> Tensor:
+    """A (M, K) . B (N, K)^T -> (M, N) in out_dtype, summed in fp32. Any M, N, K >= 1.
+
+    fast_accum: let Hopper's tensor cores keep the running sum in about 14 bits (scaled_mm only)."""
+    if backend == "scaled_mm" and a8.fmt.dtype.itemsize == 1:
+        return _scaled_mm(a8, b8, out_dtype, fast_accum)
+    if a8.tile[1] is None and b8.tile[1] is None:  # the scales leave the sum
+        fits = a8.fmt is not FP32
+        y = _matmul(_working(a8.q, fits), _working(b8.q, fits))
+        return (y.mul_(a8.s * b8.s.t()) if a8.fmt.dtype.itemsize == 1 else y).to(out_dtype)
+    fits = "fp32" not in (a8.rounding, b8.rounding)  # a code times 2^k has a code's mantissa
+    return _matmul(_working(dequantize(a8), fits), _working(dequantize(b8), fits)).to(out_dtype)
+
+
+def _working(x: Tensor, fits_bf16: bool) -> Tensor:
+    """Codes or values in a dtype that this device multiplies fast and that holds them exactly: fp32
+    on a CPU (where a BF16 matmul is 20 times slower), BF16 on a GPU if it can."""
+    return x.to(torch.bfloat16) if fits_bf16 and x.is_cuda else decode(x)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a (M, K) . b (N, K)^T in fp32, also under autocast and from BF16 operands."""
+    with torch.autocast(a.device.type, enabled=False):
+        if a.dtype is torch.bfloat16:
+            return torch.mm(a, b.t(), out_dtype=torch.float32)
+        return a @ b.t()
+
+
+def _scaled_mm(a8: Quantized, b8: Quantized, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """gemm_nt on FP8 tensor cores, through PyTorch (tensor and row scales; K and N in steps of 16)."""
+    (M, K), N = a8.q.shape, b8.q.shape[0]
+    a = F.pad(a8.q.view(torch.uint8), (0, -K % 16)).view(a8.q.dtype).contiguous()
+    b = F.pad(b8.q.view(torch.uint8), (0, -K % 16, 0, -N % 16)).view(b8.q.dtype).contiguous()
+    if a8.s.numel() == 1 and b8.s.numel() == 1:
+        how, s_a, s_b = F.ScalingType.TensorWise, a8.s.reshape(()), b8.s.reshape(())
+    else:
+        how, s_a = F.ScalingType.RowWise, a8.s.expand(M, 1).contiguous()
+        s_b = F.pad(b8.s.expand(N, 1).t(), (0, -N % 16), value=1.0).contiguous()
+    y = F.scaled_mm(a, b.t(), s_a, how, s_b, how, output_dtype=out_dtype, use_fast_accum=fast_accum)
+    return y[:, :N]
+
+
+# ------------------------------------------------------------------------------------------------
+# 6. FP8 linear
+#
+#                 fprop                      dgrad                      wgrad
+#     forward     x8 (M, K) . w8 (N, K)^T
+#     backward                               g8 (M, N) . w8_t (K, N)^T  g8_t (N, M) . x8_t (K, M)^T
+#
+# Between forward and backward the layer keeps only what the two backward GEMMs will read:
+#
+#     saved   shape    bytes an element   why
+#     x8_t    (K, M)   1 + scales         wgrad contracts M; a BF16 layer keeps x: 2 bytes
+#     w8_t    (K, N)   1 + scales         dgrad contracts N; cast together with w8
+#
+# dw is added to an fp32 .grad, never rounded to 16 bits. db is the column sum of g before its cast.
+
+
+class FP8Matmul(torch.autograd.Function):
+    """y = x . w^T + b and its gradients, each GEMM in the formats that the recipe gives it.
+
+    x (M, K), w (N, K) fp32, bias (N,) or None -> y (M, N) in x's dtype.
+    fold     None, or powers of two (K,) that move between the operands: y = (x / fold) . (w fold)^T
+             (section 7). dgrad reads w unfolded: the folded w has small columns that underflow.
+    w_cast   (w8, w8_t), if `weights_cast` has made them.
+    history  None, or the amax of past steps for x, w, g (3,); `seen` (3,) takes this step's.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w, bias, fold, w_cast, history, seen, recipe, backend, training):
+        h_x, h_w, h_g = (None, None, None) if history is None else history.unbind()
+        copies = "both" if training else "first"
+        if fold is None:
+            x8, x8_t = quantize_operand(x, "x", recipe, h_x, copies)
+            w8, w8_t = w_cast or quantize_operand(w, "w", recipe, h_w, copies)
+        else:
+            x8, x8_t = quantize_operand(x / fold, "x", recipe, h_x, copies)
+            w8, w8_t = quantize_operand(w * fold, "w", recipe, h_w, "first")
+            if training:
+                _, w8_t = quantize_operand(w, "w", recipe, None, "second")
+        if seen is not None:
+            record(seen[0], x8, x8_t)
+            record(seen[1], w8, w8_t if fold is None else None)
+
+        # fprop: x (M, K) . w (N, K)^T -> y (M, N). Fast accumulation is enough for activations.
+        y = gemm_nt(
+            x8, w8, torch.float32 if bias is not None else x.dtype, backend, fast_accum=True
+        )
+
+        if training:
+            ctx.save_for_backward(x8_t.q, x8_t.s, w8_t.q, w8_t.s, fold)
+            ctx.x8_t, ctx.w8_t = (t._replace(q=None, s=None, amax=None) for t in (x8_t, w8_t))
+            ctx.recipe, ctx.backend, ctx.h_g, ctx.seen = recipe, backend, h_g, seen
+            ctx.x_dtype, ctx.has_bias = x.dtype, bias is not None
+        return y if bias is None else (y + bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        x_q, x_s, w_q, w_s, fold = ctx.saved_tensors
+        x8_t, w8_t = ctx.x8_t._replace(q=x_q, s=x_s), ctx.w8_t._replace(q=w_q, s=w_s)
+        g8, g8_t = quantize_operand(g, "g", ctx.recipe, ctx.h_g)
+        if ctx.seen is not None:
+            record(ctx.seen[2], g8, g8_t)
+
+        # dgrad: g (M, N) . w^T (K, N)^T -> dx (M, K)
+        dx = gemm_nt(g8, w8_t, ctx.x_dtype, ctx.backend) if ctx.needs_input_grad[0] else None
+
+        # wgrad: g^T (N, M) . x^T (K, M)^T -> dw (N, K), in fp32
+        dw = gemm_nt(g8_t, x8_t, torch.float32, ctx.backend) if ctx.needs_input_grad[1] else None
+        if fold is not None and dw is not None:
+            dw = dw * fold
+        db = g.float().sum(0) if ctx.has_bias else None
+        return dx, dw, db, *[None] * 7
+
+
+def record(seen: Tensor, *copies: Quantized | None):
+    """seen = max(seen, amax): the same however often it runs, so micro-batches and the recomputation
+    of activation checkpointing need no special case. A NaN or inf is never recorded."""
+    amax = next((c.amax.amax() for c in copies if c is not None and c.amax is not None), seen)
+    seen.copy_(torch.where(amax.isfinite(), torch.maximum(seen, amax), seen))
+
+
+class FP8Linear(nn.Module):
+    """nn.Linear with its three GEMMs in the formats of a recipe: x (..., in) -> y (..., out).
+
+    The weight (out, in) and the bias stay fp32; y has x's dtype (under autocast, autocast's). With
+    amax="history" it holds `amax_history` (length, 3), newest first, for x, w and g; call
+    `end_step(model)` once per optimizer step. Evaluation reads the history and never writes it.
+    """
+
+    def __init__(self, in_features, out_features, bias=True, recipe="mxfp8"):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.recipe = get_recipe(recipe)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as nn.Linear
+        if self.recipe.amax == "history":
+            self.register_buffer("amax_history", torch.zeros(self.recipe.amax_history_len, 3))
+            self.register_buffer("amax_seen", torch.zeros(3), persistent=False)  # in this step
+        self.folds = False  # whether forward will be given `fold`
+        self.w_cast = None  # (w8, w8_t) inside `weights_cast`
+        self.backend, _ = backend(self.recipe, self.weight.device)
+
+    def _apply(self, fn, *args, **kwargs):  # .to(device) and its kin
+        super()._apply(fn, *args, **kwargs)
+        self.backend, _ = backend(self.recipe, self.weight.device)
+        return self
+
+    def history(self) -> Tensor | None:
+        """The amax (3,) that this step scales x, w and g by; 0 before the first step, where an
+        operand scales by its own. (TE starts with s = 1, which flushes small gradients to zero.)"""
+        if self.recipe.amax != "history":
+            return None
+        newest = self.recipe.amax_compute_algo == "most_recent"
+        return self.amax_history[0].clone() if newest else self.amax_history.amax(0)
+
+    def forward(self, x: Tensor, fold: Tensor | None = None, bias: bool = True) -> Tensor:
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"x has {x.shape[-1]} features, this layer takes {self.in_features}")
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        bias = self.bias if bias else None
+        if x.numel() == 0:  # no tokens, no amax
+            return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        grad = torch.is_grad_enabled()
+        seen = self.amax_seen if self.recipe.amax == "history" and self.training and grad else None
+        y = FP8Matmul.apply(
+            x.reshape(-1, self.in_features),  # (M, K)
+            self.weight,
+            bias,
+            fold,
+            self.w_cast,
+            self.history(),
+            seen,
+            self.recipe,
+            self.backend,
+            grad,
+        )
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self):
+        return f"{self.in_features}, {self.out_features}, recipe={self.recipe.name}"
+
+
+@contextlib.contextmanager
+def weights_cast(model: nn.Module):
+    """Cast every FP8Linear's weight once, for all the micro-batches of one optimizer step, and free
+    the copies at the end. There is no other weight cache: outside, every forward casts, so a changed
+    weight is always seen. A folded weight changes with each micro-batch and is left out."""
+    layers = [m for m in model.modules() if isinstance(m, FP8Linear) and not m.folds]
+    copies = "both" if torch.is_grad_enabled() else "first"
+    try:
+        for m in layers:
+            history = m.history()
+            h_w = None if history is None else history[1]
+            m.w_cast = quantize_operand(m.weight.detach(), "w", m.recipe, h_w, copies)
+        yield
+    finally:
+        for m in layers:
+            m.w_cast = None
+
+
+@torch.no_grad()
+def end_step(model: nn.Module, keep: bool = True):
+    """Once per optimizer step: push what was seen into every amax history, newest first, after taking
+    its maximum over all ranks in one collective. An operand that saw nothing keeps its history.
+    keep=False: the step was skipped, forget what it saw."""
+    layers = [m for m in model.modules() if isinstance(m, FP8Linear) and m.recipe.amax == "history"]
+    if not layers:
+        return
+    seen = torch.stack([m.amax_seen for m in layers])  # (layers, 3)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX)
+    for m, now in zip(layers, seen):
+        if keep:
+            pushed = torch.cat([now[None], m.amax_history[:-1]])
+            m.amax_history.copy_(torch.where(now > 0, pushed, m.amax_history))
+        m.amax_seen.zero_()
+
+
+# ------------------------------------------------------------------------------------------------
+# 7. Smooth-SwiGLU: an activation that squares its outliers
+#
+#     linear, gate = x . w1^T, x . w2^T
+#     h = linear * silu(gate)
+#     y = h . w3^T
+#
+# If w1 and w2 of a channel point the same way, an x that is 10 times larger makes h 100 times larger.
+# Long training with weight decay aligns them (arXiv 2409.12517), and one such channel then sets the
+# scale of all of h. The cure divides h by a power of two before the cast, which is exact, and
+# multiplies it back where no cast sees it. With s detached (no gradient):
+#
+#     channel (the paper)          s_c >= max over tokens of |h_c|        y = Q(h / s) . Q(w3 s)^T
+#     token (its released code)    s_t >= max over channels of |linear|   y = s (Q(h / s) . Q(w3)^T)
+#
+# h stays fp32 until that one cast. When training is over, `channel` costs nothing: 1/s folds into w1
+# and s into w3.
+
+
+class SwiGLU(nn.Module):
+    """x (..., C) -> y (..., C) through `hidden` channels. smooth: None, "channel" or "token"."""
+
+    def __init__(self, n_embd, hidden, recipe, w3_recipe=None, smooth=None):
+        super().__init__()
+        if smooth not in (None, "channel", "token"):
+            raise ValueError(f"smooth is {smooth!r}, not None, 'channel' or 'token'")
+        self.smooth = smooth
+        self.w12 = FP8Linear(
+            n_embd, 2 * hidden, bias=False, recipe=recipe
+        )  # one cast of x for both
+        self.w3 = FP8Linear(hidden, n_embd, bias=False, recipe=w3_recipe or recipe)
+        self.w3.folds = smooth == "channel"
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear, gate = self.w12(x).float().chunk(2, dim=-1)  # (..., H) each
+        if self.smooth == "token":
+            s = self.scale(linear.detach().abs().amax(-1, keepdim=True))  # (..., 1)
+            return (s * self.w3(linear / s * F.silu(gate))).to(x.dtype)
+        h = linear * F.silu(gate)
+        if self.smooth == "channel":
+            s = self.scale(h.detach().abs().flatten(0, -2).amax(0))  # (H,)
+            return self.w3(h, fold=s).to(x.dtype)
+        return self.w3(h).to(x.dtype)
+
+    @staticmethod
+    def scale(amax: Tensor) -> Tensor:
+        s = ceil_pow2(amax)
+        return torch.where(s > 0, s, 1.0)
+
+
+# ------------------------------------------------------------------------------------------------
+# 8. GPT: one class, two families
+#
+#     family   norm        position   MLP       biases   head     attention
+#     gpt2     LayerNorm   learned    GELU      yes      tied     multi-head
+#     llama    RMSNorm     rotary     SwiGLU    no       untied   grouped queries
+#
+# FP8 runs in the linear layers of the blocks: wqkv, wo and the MLP's. Embeddings, norms, attention
+# and loss stay in high precision. The head does too unless asked; so can the first and last blocks.
+
+
+@dataclass
+class GPTConfig:
+    vocab_size: int = 256
+    block_size: int = 256
+    n_layer: int = 4
+    n_head: int = 4
+    n_kv_head: int | None = None  # None: as many as n_head
+    n_embd: int = 128
+    family: str = "llama"
+    recipe: str | Recipe = "mxfp8"
+    smooth: str | None = None  # None, "channel", "token" (llama)
+    w3: str | None = None  # "bf16": the MLP's down projection stays BF16
+    head: str = "bf16"  # "fp8": the head follows the recipe
+    bf16_first: int = 0  # this many blocks at the start stay BF16
+    bf16_last: int = 0  # and at the end
+    hidden: int | None = None  # None: 4 C, or about 8/3 C for SwiGLU, a multiple of 32
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    checkpoint: bool = False  # recompute each block in backward instead of keeping its activations
+
+    def __post_init__(self):
+        self.recipe = get_recipe(self.recipe)
+        self.n_kv_head = self.n_kv_head or self.n_head
+        wide = 8 * self.n_embd // 3 if self.family == "llama" else 4 * self.n_embd
+        self.hidden = self.hidden or (wide + 31) // 32 * 32
+        for wrong, why in (
+            (
+                self.family not in ("gpt2", "llama"),
+                f"unknown family {self.family!r}: gpt2 or llama",
+            ),
+            (self.smooth not in (None, "channel", "token"), f"unknown smooth {self.smooth!r}"),
+            (self.w3 not in (None, "bf16"), f"w3 is {self.w3!r}: it can only be bf16"),
+            (self.head not in ("bf16", "fp8"), f"head is {self.head!r}: bf16 or fp8"),
+            (self.smooth and self.family != "llama", "smooth needs a SwiGLU: family llama"),
+            (min(self.vocab_size, self.block_size, self.n_layer) < 1, "a size is below 1"),
+            (min(self.n_head, self.n_kv_head, self.n_embd, self.hidden) < 1, "a size is below 1"),
+            (min(self.bf16_first, self.bf16_last) < 0, "bf16_first and bf16_last count blocks"),
+            (self.n_embd % self.n_head, f"n_embd {self.n_embd} % n_head {self.n_head} is not 0"),
+            (self.n_head % self.n_kv_head, f"n_head {self.n_head} % n_kv_head is not 0"),
+            (
+                self.family == "llama" and self.n_embd // self.n_head % 2,
+                f"rotary positions need an even head size, not {self.n_embd // self.n_head}",
+            ),
+        ):
+            if wrong:
+                raise ValueError(why)
+
+    def recipe_of(self, layer: int | None, linear: str) -> Recipe:
+        """The rule: which recipe a linear of block `layer` gets (None: the head)."""
+        if layer is None:
+            return self.recipe if self.head == "fp8" else RECIPES["bf16"]
+        inner = self.bf16_first <= layer < self.n_layer - self.bf16_last
+        return self.recipe if inner and not (linear == "w3" and self.w3) else RECIPES["bf16"]
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps).to(x.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.float()).to(x.dtype)
+
+
+class GELUMLP(nn.Module):
+    def __init__(self, c: GPTConfig, layer: int):
+        super().__init__()
+        self.w1 = FP8Linear(c.n_embd, c.hidden, recipe=c.recipe_of(layer, "w1"))
+        self.w3 = FP8Linear(c.hidden, c.n_embd, recipe=c.recipe_of(layer, "w3"))
+
+    def forward(self, x):
+        return self.w3(F.gelu(self.w1(x), approximate="tanh"))
+
+
+class Attention(nn.Module):
+    def __init__(self, c: GPTConfig, layer: int):
+        super().__init__()
+        self.n_head, self.n_kv, self.D = c.n_head, c.n_kv_head, c.n_embd // c.n_head
+        bias, heads = c.family == "gpt2", c.n_head + 2 * c.n_kv_head
+        self.wqkv = FP8Linear(c.n_embd, heads * self.D, bias, c.recipe_of(layer, "wqkv"))
+        self.wo = FP8Linear(c.n_embd, c.n_embd, bias, c.recipe_of(layer, "wo"))
+
+    def forward(self, x, rope):
+        B, T, C = x.shape
+        qkv = self.wqkv(x).view(B, T, self.n_head + 2 * self.n_kv, self.D).transpose(1, 2)
+        q, k, v = qkv.split([self.n_head, self.n_kv, self.n_kv], dim=1)  # (B, heads, T, D)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        groups = self.n_head // self.n_kv  # query heads that share a key head
+        k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        return self.wo(y.transpose(1, 2).reshape(B, T, C))
+
+
+def rotate(x, cos, sin):
+    """Rotary positions: the pairs (i, i + D/2) of x (B, H, T, D) turn by an angle that grows with T."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, c: GPTConfig, layer: int):
+        super().__init__()
+        norm = LayerNorm if c.family == "gpt2" else RMSNorm
+        self.norm1, self.norm2 = norm(c.n_embd, eps=c.norm_eps), norm(c.n_embd, eps=c.norm_eps)
+        self.attn = Attention(c, layer)
+        if c.family == "gpt2":
+            self.mlp = GELUMLP(c, layer)
+        else:
+            w12, w3 = c.recipe_of(layer, "w12"), c.recipe_of(layer, "w3")
+            self.mlp = SwiGLU(c.n_embd, c.hidden, w12, w3, c.smooth)
+
+    def forward(self, x, rope):
+        x = x + self.attn(self.norm1(x), rope)
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """logits, loss = GPT(config)(idx, targets), as nanoGPT: idx and targets (B, T) int64, T at most
+    block_size; a target of -1 does not count. Without targets only the last position's logits
+    (B, 1, vocab_size) are computed. Activations are BF16 on a GPU and fp32 on a CPU."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        c = self.config = config
+        padded = (c.vocab_size + 63) // 64 * 64  # tensor cores like multiples; see `head`
+        self.wte = nn.Embedding(padded, c.n_embd)
+        self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.family == "gpt2" else None
+        self.blocks = nn.ModuleList(Block(c, i) for i in range(c.n_layer))
+        norm = LayerNorm if c.family == "gpt2" else RMSNorm
+        self.norm = norm(c.n_embd, eps=c.norm_eps)
+        self.lm_head = FP8Linear(c.n_embd, padded, bias=False, recipe=c.recipe_of(None, "lm_head"))
+        if c.family == "gpt2":
+            self.lm_head.weight = self.wte.weight  # tied: one parameter
+        else:
+            D = c.n_embd // c.n_head
+            freq = c.rope_theta ** (-torch.arange(0, D, 2).float() / D)
+            angle = torch.outer(torch.arange(c.block_size).float(), freq)  # (T, D/2)
+            self.register_buffer("rope", torch.stack((angle.cos(), angle.sin())), persistent=False)
+        for name, p in self.named_parameters():
+            if p.dim() > 1:  # GPT-2's initialisation; what adds to the residual stream is smaller
+                depth = 2 * c.n_layer if name.endswith(("wo.weight", "w3.weight")) else 1
+                nn.init.normal_(p, std=0.02 / math.sqrt(depth))
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None):
+        B, T = idx.shape
+        if not 1 <= T <= self.config.block_size:
+            raise ValueError(f"{T} tokens in a row; this model takes 1 to {self.config.block_size}")
+        x = self.wte(idx)  # (B, T, C)
+        if self.wpe is not None:
+            x = x + self.wpe.weight[:T]
+        rope = None if self.wpe is not None else self.rope[:, :T]
+        x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
+        for block in self.blocks:
+            if self.config.checkpoint and torch.is_grad_enabled():
+                x = torch.utils.checkpoint.checkpoint(block, x, rope, use_reentrant=False)
+            else:
+                x = block(x, rope)
+        x = self.norm(x if targets is not None else x[:, -1:])
+        logits = self.lm_head(x)[..., : self.config.vocab_size].float()  # padded ids do not exist
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def weights_cast(self):
+        return weights_cast(self)
+
+    @torch.no_grad()
+    def generate(self, idx: Tensor, max_new_tokens: int, temperature=1.0, top_k=None) -> Tensor:
+        """Continue idx (B, T >= 1) by sampling; temperature 0 takes the likeliest token."""
+        training = self.training
+        self.eval()
+        with self.weights_cast():
+            for _ in range(max_new_tokens):
+                logits = self(idx[:, -self.config.block_size :])[0][:, -1]  # (B, vocab)
+                if top_k is not None:
+                    kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                    logits = logits.masked_fill(logits < kth, -math.inf)
+                if temperature == 0:
+                    new = logits.argmax(-1, keepdim=True)
+                else:
+                    new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
+                idx = torch.cat((idx, new), dim=1)
+        self.train(training)
+        return idx
+
+    def num_params(self, non_embedding: bool = False) -> int:
+        """Parameters, a tied head counted once; non_embedding: without tables that are only read."""
+        n = sum(p.numel() for p in self.parameters())
+        if non_embedding and self.wpe is not None:
+            n -= self.wpe.weight.numel()
+        elif non_embedding:
+            n -= self.wte.weight.numel()
+        return n
+
+    def flops_per_token(self, T: int | None = None) -> int:
+        """Forward and backward: 6 a parameter, and 12 T C a layer for attention (PaLM, 2204.02311)."""
+        c = self.config
+        return 6 * self.num_params(True) + 12 * c.n_layer * c.n_embd * (T or c.block_size)
+
+    def describe(self) -> str:
+        """Which linear layers run in which recipe, one line each."""
+        rows = {}
+        for name, m in self.named_modules():
+            if isinstance(m, FP8Linear):
+                rows.setdefault(m.recipe.name, []).append(name.replace("blocks.", ""))
+        return "\n".join(
+            f"{recipe}: {len(n)} linears, {', '.join(n)}" for recipe, n in rows.items()
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# 9. FP8 Adam: both moments in one byte
+#
+# AdamW keeps two fp32 moments: 8 bytes a parameter, twice the parameter itself at 16 bits. Here m is
+# E4M3 (it needs precision) and v is E5M2 (it needs range: it is a square, and it is divided by), as
+# in arXiv 2409.12517, with the `quantize` of section 2: one scale a tensor, or one for each `block`
+# elements of the flattened tensor. A step decodes, updates with the exact new moments, and encodes.
+#
+# Two traps. A v that rounds to zero while m does not would make a step of m / eps, tens of thousands
+# of learning rates: so a positive v never becomes code 0 but code 1, the smallest number. And an
+# average that moves by less than half a step of the grid each time never moves under round to
+# nearest: stochastic rounding moves it in the mean.
+
+
+class FP8Adam(torch.optim.Optimizer):
+    """AdamW (decoupled weight decay) whose moments are stored in 8 bits; 2 bytes and scales a
+    parameter instead of 8.
+
+    block    None: one scale a tensor; n: one for each n elements
+    master   "fp32", or "fp16" / "fp8" to study low-precision master weights: after each step the
+             parameter is rounded to that format with one scale. (Its storage stays fp32: emulated.)
+    """
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.01,
+        m_fmt: Format = E4M3,
+        v_fmt: Format = E5M2,
+        block: int | None = None,
+        stochastic_rounding: bool = False,
+        master: str = "fp32",
+    ):
+        if master not in MASTERS:
+            raise ValueError(f"master is {master!r}, not one of {', '.join(MASTERS)}")
+        if block is not None and block < 1:
+            raise ValueError(f"block is {block}: it counts elements")
+        self.m_fmt, self.v_fmt, self.tile = m_fmt, v_fmt, (None, block)
+        self.stochastic, self.master = stochastic_rounding, MASTERS[master]
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], **group)
+        return loss
+
+    def update(self, p, grad, state, lr, betas, eps, weight_decay, **_):
+        """One parameter (any shape), as a row (1, numel)."""
+        b1, b2 = betas
+        g = grad.float().reshape(1, -1)
+        if not state:
+            state["step"] = 0
+            for k, fmt in (("m", self.m_fmt), ("v", self.v_fmt)):
+                zero = quantize(torch.zeros_like(g), fmt, self.tile)
+                state[k], state[k + "_scale"] = zero.q, zero.s
+        state["step"] += 1
+        t = state["step"]
+
+        m = dequantize(Quantized(state["m"], state["m_scale"], self.tile, self.m_fmt))
+        v = dequantize(Quantized(state["v"], state["v_scale"], self.tile, self.v_fmt))
+        m.mul_(b1).add_(g, alpha=1 - b1)
+        v.mul_(b2).addcmul_(g, g, value=1 - b2)
+        denominator = v.sqrt().div_(math.sqrt(1 - b2**t)).add_(eps)
+        w = p.mul_(1 - lr * weight_decay).view(1, -1)
+        w.addcdiv_(m, denominator, value=-lr / (1 - b1**t))
+
+        m8 = quantize(m, self.m_fmt, self.tile, stochastic=self.stochastic)
+        v8 = quantize(v, self.v_fmt, self.tile, stochastic=self.stochastic)
+        codes = v8.q.view(torch.uint8)
+        codes += (codes == 0) & (v > 0)  # the code-1 rule
+        state["m"], state["m_scale"], state["v"], state["v_scale"] = m8.q, m8.s, v8.q, v8.s
+        if self.master is not None:
+            w.copy_(dequantize(quantize(w, self.master)))
+
+
+MASTERS = {"fp32": None, "fp16": FP16, "fp8": E4M3}
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list:
+    """Two groups for an optimizer: matrices decay; norms, biases and embeddings do not."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    decays = [p for p in model.parameters() if p.dim() > 1 and id(p) not in tables]
+    rest = [p for p in model.parameters() if p.dim() <= 1 or id(p) in tables]
+    return [
+        dict(params=decays, weight_decay=weight_decay),
+        dict(params=rest, weight_decay=0.0),
+    ]
