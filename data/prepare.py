@@ -1,0 +1,201 @@
+"""Bring a corpus in: text -> train.bin and val.bin, uint16 tokens as nanoGPT writes them, and meta.json.
+
+    python data/prepare.py stdlib         the Python library on this machine: nothing is downloaded
+    python data/prepare.py file PATH      your own text
+    python data/prepare.py shakespeare    1 MB, downloaded
+    python data/prepare.py fineweb-edu    200 MB a shard of 1e8 GPT-2 tokens, downloaded
+
+train.py calls this by itself when its --data is not prepared yet.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+NAMES = ("stdlib", "shakespeare", "fineweb-edu")
+TOKENIZERS = ("bytes", "gpt2")
+HEADER_MAGIC, HEADER_INTS = 20240520, 256  # of llm.c's token files
+
+SHAKESPEARE = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+)
+FINEWEB = (
+    "https://huggingface.co/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main/"
+)
+
+
+class UserError(Exception):
+    """A mistake that one sentence explains: printed without a traceback, exit code 2."""
+
+
+def get_tokenizer(name):
+    """A tiktoken Encoding: "bytes" (256 ids, built on the spot) or "gpt2" (fetched once, 50257)."""
+    import tiktoken
+
+    if name == "bytes":
+        ranks = {bytes([i]): i for i in range(256)}
+        return tiktoken.Encoding("bytes", pat_str="(?s).", mergeable_ranks=ranks, special_tokens={})
+    if name not in TOKENIZERS:
+        raise UserError(f"unknown tokenizer {name!r}; choose from {', '.join(TOKENIZERS)}")
+    try:
+        return tiktoken.get_encoding(name)
+    except Exception as error:  # tiktoken lets every kind of network error through
+        raise UserError(
+            f"cannot load tokenizer {name!r} ({type(error).__name__}): tiktoken fetches it once from"
+            " openaipublic.blob.core.windows.net and keeps it in TIKTOKEN_CACHE_DIR;"
+            " offline, use --tokenizer bytes"
+        ) from None
+
+
+def tokenize(text, tokenizer):
+    """bytes -> uint16 ids. A byte is its own id, so that tokenizer needs no call."""
+    if tokenizer == "bytes":
+        return np.frombuffer(text, np.uint8).astype(np.uint16)
+    ids = get_tokenizer(tokenizer).encode_ordinary(text.decode("utf-8", errors="replace"))
+    return np.array(ids, np.uint16)
+
+
+def stdlib_files():
+    """The .py files of this Python's library in a fixed order, without tests and packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    files = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)]
+    return sorted(files, key=lambda p: p.relative_to(root).as_posix())
+
+
+def read_texts(name, path, scratch):
+    """-> (train bytes, val bytes, number of files): every 20th file is held out, or the last 5 %."""
+    if name == "stdlib":
+        texts = [p.read_bytes() for p in stdlib_files()]
+        if len(texts) < 20:
+            raise UserError(
+                "this Python has no library sources; use --data with a text file instead"
+            )
+        held = [t for i, t in enumerate(texts) if i % 20 == 10]
+        return b"".join(t for i, t in enumerate(texts) if i % 20 != 10), b"".join(held), len(texts)
+    if name == "shakespeare":
+        path = scratch / "input.txt"
+        download(*SHAKESPEARE, to=path)
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    cut = len(text) * 95 // 100
+    return text[:cut], text[cut:], 1
+
+
+def download(url, sha256, to):
+    """Fetch url into the file `to` and check its SHA-256."""
+    digest = hashlib.sha256()
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response, open(to, "wb") as f:
+            while chunk := response.read(1 << 20):
+                digest.update(chunk)
+                f.write(chunk)
+    except (urllib.error.URLError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        raise UserError(f"cannot download {url} ({reason}); offline, use --data stdlib") from None
+    if digest.hexdigest() != sha256:
+        raise UserError(f"{url} has SHA-256 {digest.hexdigest()}, not {sha256}: nothing was kept")
+
+
+def download_shard(name, to):
+    """One shard of FineWeb-Edu; its SHA-256 stands in the pointer file that git-lfs keeps for it."""
+    url = FINEWEB + name
+    try:
+        with urllib.request.urlopen(url.replace("/resolve/", "/raw/"), timeout=30) as response:
+            fields = dict(line.split(" ", 1) for line in response.read(1000).decode().splitlines())
+        sha256 = fields["oid"].removeprefix("sha256:")
+    except (OSError, KeyError, ValueError) as error:
+        why = getattr(error, "reason", error)
+        raise UserError(f"no checksum for {url} ({why}); offline, use --data stdlib") from None
+    download(url, sha256, to)
+
+
+def prepare(name, path=None, tokenizer="bytes", out=None, shards=1):
+    """Write a corpus into the directory `out` (default data/NAME), whole or not at all -> its meta."""
+    if name == "file":
+        if path is None:
+            raise UserError("which file? python data/prepare.py file PATH")
+        out = Path(out or HERE / (Path(path).stem + "-text"))
+    elif name not in NAMES:
+        raise UserError(f"unknown corpus {name!r}; choose from {', '.join(NAMES)}, file PATH")
+    out = Path(out or HERE / name)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    except OSError as error:
+        raise UserError(f"cannot write to {out.parent}: {error.strerror}") from None
+    try:
+        meta = dict(name=name, python=platform.python_version())
+        if name == "fineweb-edu":
+            meta |= dict(tokenizer="gpt2", vocab_size=50257)
+            download_shard("edu_fineweb_val_000000.bin", scratch / "val.bin")
+            for i in range(1, shards + 1):
+                shard = f"edu_fineweb_train_{i:06d}.bin"
+                download_shard(shard, scratch / shard.removeprefix("edu_fineweb_"))
+        else:
+            train, val, files = read_texts(name, path, scratch)
+            digest = hashlib.sha256(train + val).hexdigest()
+            if len(train) == 0 or len(val) == 0:
+                raise UserError(
+                    f"{path or name} is too short to be split into training and validation"
+                )
+            meta |= dict(files=files, bytes=len(train) + len(val), sha256=digest)
+            meta |= dict(tokenizer=tokenizer, vocab_size=get_tokenizer(tokenizer).n_vocab)
+            tokenize(train, tokenizer).tofile(scratch / "train.bin")
+            tokenize(val, tokenizer).tofile(scratch / "val.bin")
+        (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        os.chmod(scratch, 0o755)
+        if out.exists():
+            shutil.rmtree(out)
+        scratch.rename(out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return meta
+
+
+def describe(meta):
+    """One line: files, bytes, SHA-256, Python version, tokenizer."""
+    if "bytes" not in meta:
+        return f"{meta['name']}: GPT-2 token shards"
+    return (
+        f"{meta['name']}: {meta['files']} files, {meta['bytes']:,} bytes,"
+        f" sha256 {meta['sha256'][:16]}, Python {meta['python']}, tokenizer {meta['tokenizer']}"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument(
+        "name", metavar="NAME", help="stdlib, shakespeare, fineweb-edu, or file PATH"
+    )
+    parser.add_argument("path", nargs="?", help="the text file, after `file`")
+    parser.add_argument("--tokenizer", default="bytes", choices=TOKENIZERS)
+    parser.add_argument("--shards", type=int, default=1, help="of fineweb-edu, 1e8 tokens each")
+    parser.add_argument("--out", help="directory (default: data/NAME)")
+    parser.error = lambda message: sys.exit(print(f"prepare.py: {message}", file=sys.stderr) or 2)
+    args = parser.parse_args()
+    try:
+        print(describe(prepare(args.name, args.path, args.tokenizer, args.out, args.shards)))
+    except UserError as error:
+        sys.exit(print(f"prepare.py: {error}", file=sys.stderr) or 2)
+
+
+if __name__ == "__main__":
+    main()
