@@ -19,11 +19,11 @@ How the scales are chosen is a *recipe*, and every published recipe is one sente
 into tiles along the axis that the GEMM contracts, take each tile's largest magnitude (amax), round
 the scale, cast. So a recipe is a row of a table (section 3), and the code below exists once.
 
-    1 Formats        what 8 bits can say                  6 FP8 linear     the three GEMMs, labelled
-    2 Scaling        amax, scale, quantize, dequantize    7 Smooth-SwiGLU  an activation that squares
-    3 Recipes        the table                            8 GPT            GPT-2 or Llama
-    4 Health         how good is a quantised operand?     9 FP8 Adam       moments in one byte
-    5 GEMM           A . B^T on codes and scales         10 Where to go next
+    1 Formats    what 8 bits can say                     6 FP8 linear     the three GEMMs, labelled
+    2 Scaling    amax, scale, quantize, dequantize       7 Smooth-SwiGLU  an outlier, tamed
+    3 Recipes    the table                               8 GPT            GPT-2 or Llama
+    4 Health     how good is a quantised operand?        9 FP8 Adam       moments in one byte
+    5 GEMM       A . B^T on codes and scales            10 Where to go next
 
 Read it once with only the `bf16` row of the table in mind, then again. `python fp8gpt.py` prints
 the tables of sections 1 to 4. On a machine without FP8 hardware the arithmetic is *emulated*:
@@ -32,7 +32,7 @@ the same codes and scales, multiplied in fp32.
 
 import contextlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -70,31 +70,22 @@ from torch.optim.adamw import adamw
 
 @dataclass(frozen=True)
 class Format:
-    """A floating-point format. `max`: largest finite value. `emin`: exponent of the smallest normal
-    number. `mantissa`: explicit mantissa bits. (OCP 8-bit floating point specification, v1.0.)"""
+    """A floating-point format. `mantissa`: its explicit bits. `emin`, `emax`: exponents of the
+    smallest normal and of the largest number. (OCP 8-bit floating point specification, v1.0.)"""
 
     name: str
     dtype: torch.dtype
     mantissa: int
     emin: int
+    emax: int
     max: float
 
-    @property
-    def emax(self) -> int:
-        """Exponent of the largest number: 8 for E4M3, 15 for E5M2."""
-        return math.frexp(self.max)[1] - 1
 
-    @property
-    def clips_at(self) -> float:
-        """Half a step above `max`. What is larger loses more than a rounding does: it is clipped."""
-        return self.max + 2.0 ** (self.emax - self.mantissa - 1)
-
-
-E4M3 = Format("E4M3", torch.float8_e4m3fn, mantissa=3, emin=-6, max=448.0)
-E5M2 = Format("E5M2", torch.float8_e5m2, mantissa=2, emin=-14, max=57344.0)
-FP16 = Format("FP16", torch.float16, mantissa=10, emin=-14, max=65504.0)  # only for master weights
-BF16 = Format("BF16", torch.bfloat16, mantissa=7, emin=-126, max=3.3895313892515355e38)
-FP32 = Format("FP32", torch.float32, mantissa=23, emin=-126, max=3.4028234663852886e38)
+E4M3 = Format("E4M3", torch.float8_e4m3fn, mantissa=3, emin=-6, emax=8, max=448.0)
+E5M2 = Format("E5M2", torch.float8_e5m2, mantissa=2, emin=-14, emax=15, max=57344.0)
+FP16 = Format("FP16", torch.float16, mantissa=10, emin=-14, emax=15, max=65504.0)  # master weights
+BF16 = Format("BF16", torch.bfloat16, mantissa=7, emin=-126, emax=127, max=3.3895313892515355e38)
+FP32 = Format("FP32", torch.float32, mantissa=23, emin=-126, emax=127, max=3.4028234663852886e38)
 
 
 def round_to(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
@@ -122,8 +113,8 @@ def encode(x: Tensor, fmt: Format, stochastic: bool = False) -> Tensor:
 
 
 def decode(q: Tensor) -> Tensor:
-    """Codes -> fp32. There are 256 of them; on a CPU, looking an E4M3 code up in a table is faster
-    than torch's conversion (2.5x; `python train.py --bench` times the step that this is part of)."""
+    """Codes -> fp32. There are only 256; on a CPU a table of them is 2.5 times faster than torch's
+    conversion from E4M3, which is the slow half of emulation."""
     if q.dtype is not torch.float8_e4m3fn or not q.is_cpu or torch.compiler.is_compiling():
         return q.float()
     if not q.is_contiguous() and q.dim() == 2 and q.t().is_contiguous():
@@ -175,8 +166,8 @@ class Quantized(NamedTuple):
 
 
 def tiles(x: Tensor, tile: tuple) -> Tensor:
-    """View x (R, C) as (R/r, r, C/c, c): element [i, j, k, l] lies in tile (i, k). An edge that does
-    not fill a tile is padded with zeros, which change neither an amax nor a code."""
+    """View x (R, C) as (R/r, r, C/c, c): element [i, j, k, l] lies in tile (i, k). An edge that
+    does not fill a tile is padded with zeros, which change neither an amax nor a code."""
     r, c = (min(t or n, n) for t, n in zip(tile, x.shape))
     if x.shape[0] % r or x.shape[1] % c:
         x = F.pad(x, (0, -x.shape[1] % c, 0, -x.shape[0] % r))
@@ -197,27 +188,24 @@ def untile(v: Tensor, shape: torch.Size) -> Tensor:
 
 
 def ceil_pow2(x: Tensor) -> Tensor:
-    """The power of two at or above x (fp32, x >= 0; 0 stays 0), by its bits: adding all the mantissa
-    bits carries into the exponent unless all of them were 0. (log2 in fp32 is wrong near a power.)"""
-    return ((x.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    """The power of two at or above x (fp32, x >= 0), by its bits: adding every mantissa bit carries
+    into the exponent unless all were 0. (log2 in fp32 is wrong next to a power of two.) 1 for 0."""
+    bits = (x.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+    return torch.where(x > 0, bits.view(torch.float32), 1.0)
 
 
-def encode_scale(
-    amax: Tensor, fmt: Format, rounding: str, margin: int = 0, max_exponent: int = 126
-) -> Tensor:
-    """The multiplier e that brings `amax` (fp32, any shape) to the top of the format; s = 1 / e.
+def encode_scale(amax: Tensor, fmt: Format, rounding="fp32", margin=0, max_exponent=126) -> Tensor:
+    """The multiplier e = 1 / s that brings `amax` (fp32, any shape) to the top of the format.
 
-    rounding  "fp32": e = max / amax                    (Transformer Engine, torchao)
-              "pow2": s = 2^ceil(log2(amax / max))      nothing saturates (MXFP8, DeepGEMM, TE blocks)
-              "floor": s = 2^(floor(log2 amax) - emax)  the OCP MX rule: the top may saturate
+    rounding  "fp32": e = max / amax                    Transformer Engine, torchao
+              "pow2": s = 2^ceil(log2(amax / max))      nothing clips: MXFP8, DeepGEMM, TE's blocks
+              "floor": s = 2^(floor(log2 amax) - emax)  the OCP MX rule: the top may clip
     margin    leaves 2^margin of headroom. max_exponent: e stays within 2^+-max_exponent; by default
-              just so far that s, e and amax are normal fp32 numbers.
+              just so far that s and e are normal fp32 numbers. amax = 0 gives 1.
     """
     lowest, highest = fmt.max * 2.0**-max_exponent, fmt.max * 2.0**max_exponent
     a = amax.clamp(min=lowest, max=min(highest, FP32.max))
-    top = torch.full_like(
-        a, fmt.max
-    )  # a tensor: number / tensor multiplies by a rounded reciprocal
+    top = torch.full_like(a, fmt.max)  # a tensor, because torch rounds number / tensor twice
     if rounding == "fp32":
         e = top / a
     elif rounding == "pow2":
@@ -228,20 +216,14 @@ def encode_scale(
 
 
 def quantize(
-    x: Tensor,
-    fmt: Format = E4M3,
-    tile: tuple = (None, None),
-    rounding: str = "fp32",
-    amax: Tensor | float | None = None,
-    margin: int = 0,
-    max_exponent: int = 126,
-    stochastic: bool = False,
-) -> Quantized:
+    x: Tensor, fmt: Format = E4M3, tile: tuple = (None, None), rounding: str = "fp32",
+    amax: Tensor | float | None = None, margin: int = 0, max_exponent: int = 126, stochastic=False,
+) -> Quantized:  # fmt: skip
     """Quantise x (R, C), any float dtype and strides, with one scale for each tile.
 
-    amax: scale by this instead of the tile's own largest magnitude; where it is 0, by the tile's own.
-    A tile that holds NaN or inf gets s = NaN: its output is NaN, and so is the loss. (A cast alone
-    would turn inf into a quiet 448.)
+    amax: scale by this instead of the tile's own largest magnitude (a tensor: where it is not 0). A
+    tile that holds NaN or inf gets s = NaN, so its output is NaN and so is the loss: a cast alone
+    would turn inf into a quiet 448. Raises ValueError unless x is a matrix with an element.
     """
     if x.dim() != 2 or x.numel() == 0:
         raise ValueError(f"quantize takes a matrix with at least one element, not {tuple(x.shape)}")
@@ -249,12 +231,9 @@ def quantize(
         return Quantized(x.to(fmt.dtype), torch.ones(1, 1, device=x.device), (None, None), fmt)
     v = tiles(x.float(), tile)  # (R/r, r, C/c, c)
     own = tile_amax(v)  # (R/r, C/c)
-    if amax is None:
-        amax = own
-    elif isinstance(amax, Tensor):
-        amax = torch.where(amax > 0, amax, own)
-    else:
+    if isinstance(amax, float | int):
         amax = torch.full_like(own, amax)
+    amax = own if amax is None else torch.where(amax > 0, amax, own)
     e = encode_scale(amax, fmt, rounding, margin, max_exponent)
     q = encode(v * e[:, None, :, None], fmt, stochastic)
     s = torch.where(own.isfinite(), e.reciprocal(), math.nan)
@@ -299,27 +278,23 @@ class Recipe:
     wgrad: bool = True
 
     def __post_init__(self):
-        for field, choices in CHOICES.items():
-            if (value := getattr(self, field)) not in choices:
-                raise ValueError(
-                    f"recipe {self.name!r}: {field} is {value!r}, not one of {choices}"
-                )
+        check_choices(self, RECIPE_CHOICES)
         if self.amax != "now" and {*self.x_tile, *self.w_tile, *self.g_tile} != {None}:
-            raise ValueError(f"recipe {self.name!r}: amax={self.amax!r} needs whole-tensor tiles")
-        if self.amax_history_len < 1:
-            raise ValueError(f"recipe {self.name!r}: amax_history_len must be at least 1")
-
-    def format(self, operand: str, gemm: str) -> Format:
-        """In which format `gemm` reads `operand` ("x", "w" or "g")."""
-        return getattr(self, operand + "_fmt") if getattr(self, gemm) else BF16
+            raise ValueError(f"amax={self.amax!r} needs tiles of the whole tensor")
 
 
-CHOICES = {
-    "amax": ("now", "history", "constant"),
-    "rounding": ("fp32", "pow2", "floor"),
-    "amax_compute_algo": ("max", "most_recent"),
-}
-_HYBRID = dict(x_fmt=E4M3, w_fmt=E4M3, g_fmt=E5M2)
+RECIPE_CHOICES = dict(
+    amax=("now", "history", "constant"), rounding=("fp32", "pow2", "floor"),
+    amax_compute_algo=("max", "most_recent"),
+)  # fmt: skip
+
+
+def check_choices(config, choices: dict):
+    for field, allowed in choices.items():
+        if (value := getattr(config, field)) not in allowed:
+            raise ValueError(f"{field} is {value!r}; choose from {', '.join(map(str, allowed))}")
+
+
 _ROW, _1X128, _128X128, _1X32 = (1, None), (1, 128), (128, 128), (1, 32)
 
 RECIPES = {
@@ -327,17 +302,17 @@ RECIPES = {
     for r in (
         # The baseline: a 16-bit number has range enough, so s = 1. Same code, no scales.
         Recipe("bf16", x_fmt=BF16, w_fmt=BF16, g_fmt=BF16),
-        # FP8-CSCALE (arXiv 2309.17224): fixed powers of two, chosen for the default run of train.py.
-        Recipe("constant", amax="constant", rounding="pow2", bias=(3, 6, 16), **_HYBRID),
+        # FP8-CSCALE (arXiv 2309.17224): fixed powers of two, here those of train.py's default run.
+        Recipe("constant", amax="constant", rounding="pow2", bias=(3, 6, 16), g_fmt=E5M2),
         # FP8-AMAX (arXiv 2309.17224): a power of two from the amax; gradients keep 2^3 of headroom.
-        Recipe("amax", rounding="pow2", margin=(0, 0, 3), max_exponent=31, **_HYBRID),
+        Recipe("amax", rounding="pow2", margin=(0, 0, 3), max_exponent=31, g_fmt=E5M2),
         # Transformer Engine's DelayedScaling: the scale of past steps, so a cast is a single pass.
-        Recipe("delayed", amax="history", **_HYBRID),
+        Recipe("delayed", amax="history", g_fmt=E5M2),
         # TE's Float8CurrentScaling, torchao's tensorwise: read twice, first for the amax.
-        Recipe("current", **_HYBRID),
+        Recipe("current", g_fmt=E5M2),
         # torchao's rowwise: a scale for each token and each output channel.
         Recipe("rowwise", _ROW, _ROW, _ROW, rounding="pow2"),
-        # DeepSeek-V3 (arXiv 2412.19437), TE's Float8BlockScaling: finer tiles make E4M3 enough for g.
+        # DeepSeek-V3 (arXiv 2412.19437), TE's Float8BlockScaling: in fine tiles E4M3 will do for g.
         Recipe("blockwise", _1X128, _128X128, _1X128, rounding="pow2"),
         # OCP microscaling (v1.0), rounded up as in arXiv 2506.08027; native on Blackwell.
         Recipe("mxfp8", _1X32, _1X32, _1X32, rounding="pow2"),
@@ -345,13 +320,11 @@ RECIPES = {
 }
 
 
-def get_recipe(recipe: "str | Recipe") -> Recipe:
+def get_recipe(recipe: str | Recipe) -> Recipe:
     """A row of RECIPES by name; a Recipe passes through. Raises ValueError for an unknown name."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if recipe not in RECIPES:
+    if not isinstance(recipe, Recipe) and recipe not in RECIPES:
         raise ValueError(f"unknown recipe {recipe!r}; choose from {', '.join(RECIPES)}")
-    return RECIPES[recipe]
+    return recipe if isinstance(recipe, Recipe) else RECIPES[recipe]
 
 
 # Each operand is read by two GEMMs: as it lies by the first, transposed by the second.
@@ -361,14 +334,11 @@ READERS = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "g": ("dgrad", "wgr
 def quantize_operand(
     x: Tensor, operand: str, recipe: Recipe, history: Tensor | None = None, copies: str = "both"
 ) -> tuple:
-    """Quantise x (R, C), which is "x", "w" or "g", for its two readers.
-
-    Returns (x8, x8_t): (R, C) for the GEMM that contracts C and (C, R) for the one that contracts R;
-    copies = "first" or "second" leaves the other one None. history: the amax of past steps, a scalar.
-    """
-    i = "xwg".index(operand)
-    tile, first, second = getattr(recipe, operand + "_tile"), *READERS[operand]
-    fmt, fmt_t = recipe.format(operand, first), recipe.format(operand, second)
+    """Quantise x (R, C), the "x", "w" or "g" of a linear, for its two readers -> (x8, x8_t): (R, C)
+    for the GEMM that contracts C, (C, R) for the one that contracts R. copies: "both", "first" or
+    "second"; the other is None. history: the amax of past steps, a scalar, 0 if there is none."""
+    i, tile, fmt = "xwg".index(operand), *(getattr(recipe, operand + f) for f in ("_tile", "_fmt"))
+    fmt, fmt_t = (fmt if getattr(recipe, gemm) else BF16 for gemm in READERS[operand])
     how = dict(rounding=recipe.rounding, margin=recipe.margin[i], max_exponent=recipe.max_exponent)
 
     def cast(fmt, tile):
@@ -386,92 +356,71 @@ def quantize_operand(
 # ------------------------------------------------------------------------------------------------
 # 4. Health: how good is a quantised operand?
 #
-# SQNR, the ratio of signal to error in dB, is the common currency: 6 dB are one bit, E4M3 gives
-# about 31 dB and E5M2 about 25. But it is an average over energy, and a single outlier can hold all
-# the energy while everything else becomes zero. So look at the underflow beside it.
+# SQNR, the ratio of signal to error in dB, is the common currency: 6 dB are a bit, E4M3 gives about
+# 31 dB, E5M2 about 25. But it averages over energy, and one outlier can hold all the energy while
+# everything else becomes zero: so look at the underflow beside it.
 
 
 def health(x: Tensor, x8: Quantized, where: Tensor | None = None) -> dict:
-    """Compare x (R, C) with its quantised form; only elements of the mask `where`, if given.
-
-    sqnr       10 log10(sum x^2 / sum (x - q s)^2), dB
-    underflow  fraction of the non-zero elements that became zero
-    clip       fraction that lay beyond the format's largest number, by more than a rounding
-    peak       amax / median |x|
-    """
+    """How x (R, C) survived; only the elements of the mask `where`, if given. SQNR in dB."""
     y, x = dequantize(x8), x.float()
     s = untile(torch.ones_like(tiles(x, x8.tile)) * x8.s[:, None, :, None], x.shape)
     x, y, s = (t[where] if where is not None else t.reshape(-1) for t in (x, y, s))
-    noise, signal = (x - y).double().square().sum(), x.double().square().sum()
+    top = x8.fmt.max + 2.0 ** (x8.fmt.emax - x8.fmt.mantissa - 1)  # half a step above the largest
+    signal, noise = x.double().square().sum(), (x - y).double().square().sum()
     return {
         "sqnr": (10 * torch.log10(signal / noise)).item(),
         "underflow": ((y == 0) & (x != 0)).sum().item() / max((x != 0).sum().item(), 1),
-        "clip": (x.abs() > x8.fmt.clips_at * s).float().mean().item(),
-        "peak": (x.abs().max() / x.abs().median()).item(),
+        "clip": (x.abs() > top * s).float().mean().item(),  # lost more than a rounding does
+        "peak": (x.abs().max() / x.abs().median()).item(),  # amax / median
     }
 
 
 # ------------------------------------------------------------------------------------------------
 # 5. GEMM: A (M, K) . B (N, K)^T
 #
-# Emulation is the definition: decode, multiply, add in fp32. It runs on every machine. A scale that
-# covers the whole of K leaves the sum, so the sum runs over bare codes and the scales multiply the
-# output: that is why tensor and row scales cost hardware nothing. Finer tiles are decoded first.
-# Hardware is an optimisation that has to agree with this.
+# Emulation is the definition: decode, multiply, add in fp32. A scale that covers the whole of K
+# leaves the sum, so the sum runs over bare codes and the scales multiply the output: tensor and row
+# scales cost hardware nothing. Finer tiles are decoded first. Hardware has to agree with this.
 
 
 def choose_backend(recipe: Recipe, device: torch.device) -> tuple:
-    """Where the GEMMs of a recipe run on a device: ("scaled_mm" | "emulated", the reason)."""
+    """Where the GEMMs of a recipe run on a device: ("scaled_mm" or "emulated", the reason)."""
     if {recipe.x_fmt, recipe.w_fmt, recipe.g_fmt} <= {BF16, FP32}:
         return "emulated", "no FP8 in this recipe"
     if device.type != "cuda" or torch.version.cuda is None:
-        return "emulated", f"no FP8 matrix units behind torch on {device.type}: fp32 arithmetic"
+        return "emulated", f"torch has no FP8 matrix units on {device.type}; decoded to fp32"
     if torch.cuda.get_device_capability(device) < (8, 9):
-        return "emulated", "this GPU is older than Ada (sm_89): BF16 tensor cores"
-    tile_k = {recipe.x_tile[1], recipe.w_tile[1], recipe.g_tile[1]}
-    if tile_k != {None}:
-        return "emulated", "torch alone has no GEMM for these tiles: decoded, BF16 tensor cores"
-    if recipe.g_fmt is E5M2 and E5M2 in (recipe.x_fmt, recipe.w_fmt):
-        return "emulated", "no FP8 tensor core path for E5M2 x E5M2: BF16 tensor cores"
+        return "emulated", "this GPU is older than Ada (sm_89); decoded to BF16"
+    if {recipe.x_tile[1], recipe.w_tile[1], recipe.g_tile[1]} != {None}:
+        return "emulated", "torch alone has no GEMM for these tiles; decoded to BF16"
+    if [recipe.x_fmt, recipe.w_fmt, recipe.g_fmt].count(E5M2) > 1:
+        return "emulated", "FP8 tensor cores take one E5M2 operand, not two; decoded to BF16"
     return "scaled_mm", "FP8 tensor cores"
 
 
 def gemm_nt(
-    a8: Quantized,
-    b8: Quantized,
-    out_dtype: torch.dtype = torch.float32,
-    backend: str = "emulated",
-    fast_accum: bool = False,
+    a8: Quantized, b8: Quantized, out_dtype=torch.float32, backend="emulated", fast_accum=False
 ) -> Tensor:
-    """A (M, K) . B (N, K)^T -> (M, N) in out_dtype, summed in fp32. Any M, N, K >= 1.
-
-    fast_accum: let Hopper's tensor cores keep the running sum in about 14 bits (scaled_mm only)."""
-    if backend == "scaled_mm" and a8.fmt.dtype.itemsize == 1:
+    """A (M, K) . B (N, K)^T -> (M, N) in out_dtype, summed in fp32; any M, N, K >= 1.
+    fast_accum: Hopper's tensor cores may keep the running sum in about 14 bits (scaled_mm only)."""
+    is_fp8 = a8.fmt.dtype.itemsize == 1
+    if backend == "scaled_mm" and is_fp8:
         return _scaled_mm(a8, b8, out_dtype, fast_accum)
-    if a8.tile[1] is None and b8.tile[1] is None:  # the scales leave the sum
-        fits = a8.fmt is not FP32
-        y = _matmul(_working(a8.q, fits), _working(b8.q, fits))
-        return (y.mul_(a8.s * b8.s.t()) if a8.fmt.dtype.itemsize == 1 else y).to(out_dtype)
-    fits = "fp32" not in (a8.rounding, b8.rounding)  # a code times 2^k has a code's mantissa
-    return _matmul(_working(dequantize(a8), fits), _working(dequantize(b8), fits)).to(out_dtype)
-
-
-def _working(x: Tensor, fits_bf16: bool) -> Tensor:
-    """Codes or values in a dtype that this device multiplies fast and that holds them exactly: fp32
-    on a CPU (where a BF16 matmul is 20 times slower), BF16 on a GPU if it can."""
-    return x.to(torch.bfloat16) if fits_bf16 and x.is_cuda else decode(x)
-
-
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K) . b (N, K)^T in fp32, also under autocast and from BF16 operands."""
+    bare = a8.tile[1] is None and b8.tile[1] is None  # the scales leave the sum
+    a, b = (t.q if bare else dequantize(t) for t in (a8, b8))
+    # BF16 holds every code, and every code times a power of two. A CPU multiplies BF16 20x slower.
+    fits_bf16 = a8.fmt is not FP32 and (bare or "fp32" not in (a8.rounding, b8.rounding))
     with torch.autocast(a.device.type, enabled=False):
-        if a.dtype is torch.bfloat16:
-            return torch.mm(a, b.t(), out_dtype=torch.float32)
-        return a @ b.t()
+        if a.is_cuda and fits_bf16:
+            y = torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
+        else:
+            y = decode(a) @ decode(b).t()
+    return (y.mul_(a8.s * b8.s.t()) if bare and is_fp8 else y).to(out_dtype)
 
 
 def _scaled_mm(a8: Quantized, b8: Quantized, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """gemm_nt on FP8 tensor cores, through PyTorch (tensor and row scales; K and N in steps of 16)."""
+    """gemm_nt on FP8 tensor cores by way of torch: tensor or row scales, K and N padded to 16s."""
     (M, K), N = a8.q.shape, b8.q.shape[0]
     a = F.pad(a8.q.view(torch.uint8), (0, -K % 16)).view(a8.q.dtype).contiguous()
     b = F.pad(b8.q.view(torch.uint8), (0, -K % 16, 0, -N % 16)).view(b8.q.dtype).contiguous()
@@ -507,29 +456,27 @@ class FP8Matmul(torch.autograd.Function):
     fold     None, or powers of two (K,) that move between the operands: y = (x / fold) . (w fold)^T
              (section 7). dgrad reads w unfolded: the folded w has small columns that underflow.
     w_cast   (w8, w8_t), if `weights_cast` has made them.
-    history  None, or the amax of past steps for x, w, g (3,); `seen` (3,) takes this step's.
+    history  the amax of past steps for x, w and g, or three None; `seen` (3,) takes this step's.
     """
 
     @staticmethod
     def forward(ctx, x, w, bias, fold, w_cast, history, seen, recipe, backend, training):
-        h_x, h_w, h_g = (None, None, None) if history is None else history.unbind()
+        h_x, h_w, h_g = history
         copies = "both" if training else "first"
         if fold is None:
             x8, x8_t = quantize_operand(x, "x", recipe, h_x, copies)
             w8, w8_t = w_cast or quantize_operand(w, "w", recipe, h_w, copies)
         else:
             x8, x8_t = quantize_operand(x / fold, "x", recipe, h_x, copies)
-            w8, w8_t = quantize_operand(w * fold, "w", recipe, h_w, "first")
-            if training:
-                _, w8_t = quantize_operand(w, "w", recipe, None, "second")
+            w8, _ = quantize_operand(w * fold, "w", recipe, h_w, "first")
+            _, w8_t = quantize_operand(w, "w", recipe, None, "second") if training else (None, None)
         if seen is not None:
             record(seen[0], x8, x8_t)
             record(seen[1], w8, w8_t if fold is None else None)
 
         # fprop: x (M, K) . w (N, K)^T -> y (M, N). Fast accumulation is enough for activations.
-        y = gemm_nt(
-            x8, w8, torch.float32 if bias is not None else x.dtype, backend, fast_accum=True
-        )
+        y_dtype = x.dtype if bias is None else torch.float32
+        y = gemm_nt(x8, w8, y_dtype, backend, fast_accum=True)
 
         if training:
             ctx.save_for_backward(x8_t.q, x8_t.s, w8_t.q, w8_t.s, fold)
@@ -558,13 +505,13 @@ class FP8Matmul(torch.autograd.Function):
 
 
 def record(seen: Tensor, *copies: Quantized | None):
-    """seen = max(seen, amax): the same however often it runs, so micro-batches and the recomputation
-    of activation checkpointing need no special case. A NaN or inf is never recorded."""
+    """seen = max(seen, amax): the same however often it runs, so that micro-batches and recomputed
+    activations need no special case. NaN and inf are never recorded."""
     amax = next((c.amax.amax() for c in copies if c is not None and c.amax is not None), seen)
     seen.copy_(torch.where(amax.isfinite(), torch.maximum(seen, amax), seen))
 
 
-class FP8Linear(nn.Module):
+class FP8Linear(nn.Linear):
     """nn.Linear with its three GEMMs in the formats of a recipe: x (..., in) -> y (..., out).
 
     The weight (out, in) and the bias stay fp32; y has x's dtype (under autocast, autocast's). With
@@ -573,12 +520,8 @@ class FP8Linear(nn.Module):
     """
 
     def __init__(self, in_features, out_features, bias=True, recipe="mxfp8"):
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        super().__init__(in_features, out_features, bias)
         self.recipe = get_recipe(recipe)
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as nn.Linear
         if self.recipe.amax == "history":
             self.register_buffer("amax_history", torch.zeros(self.recipe.amax_history_len, 3))
             self.register_buffer("amax_seen", torch.zeros(3), persistent=False)  # in this step
@@ -591,13 +534,13 @@ class FP8Linear(nn.Module):
         self.backend, _ = choose_backend(self.recipe, self.weight.device)
         return self
 
-    def history(self) -> Tensor | None:
-        """The amax (3,) that this step scales x, w and g by; 0 before the first step, where an
-        operand scales by its own. (TE starts with s = 1, which flushes small gradients to zero.)"""
+    def history(self) -> tuple:
+        """The amax by which this step scales x, w and g, or three None. 0 before the first step: an
+        operand then scales by its own. (TE starts with s = 1, which loses small gradients.)"""
         if self.recipe.amax != "history":
-            return None
+            return None, None, None
         newest = self.recipe.amax_compute_algo == "most_recent"
-        return self.amax_history[0].clone() if newest else self.amax_history.amax(0)
+        return (self.amax_history[0].clone() if newest else self.amax_history.amax(0)).unbind()
 
     def forward(self, x: Tensor, fold: Tensor | None = None, bias: bool = True) -> Tensor:
         if x.shape[-1] != self.in_features:
@@ -614,22 +557,17 @@ class FP8Linear(nn.Module):
         y = FP8Matmul.apply(x2, self.weight, bias, fold, *scaling)  # (M, N)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def extra_repr(self):
-        return f"{self.in_features}, {self.out_features}, recipe={self.recipe.name}"
-
 
 @contextlib.contextmanager
 def weights_cast(model: nn.Module):
     """Cast every FP8Linear's weight once, for all the micro-batches of one optimizer step, and free
-    the copies at the end. There is no other weight cache: outside, every forward casts, so a changed
-    weight is always seen. A folded weight changes with each micro-batch and is left out."""
+    the copies at the end. There is no other weight cache: outside, every forward casts, so a change
+    is always seen. (A folded weight changes with each micro-batch and is left out.)"""
     layers = [m for m in model.modules() if isinstance(m, FP8Linear) and not m.folds]
     copies = "both" if torch.is_grad_enabled() else "first"
     try:
         for m in layers:
-            history = m.history()
-            h_w = None if history is None else history[1]
-            m.w_cast = quantize_operand(m.weight.detach(), "w", m.recipe, h_w, copies)
+            m.w_cast = quantize_operand(m.weight.detach(), "w", m.recipe, m.history()[1], copies)
         yield
     finally:
         for m in layers:
@@ -638,8 +576,8 @@ def weights_cast(model: nn.Module):
 
 @torch.no_grad()
 def end_step(model: nn.Module, keep: bool = True):
-    """Once per optimizer step: push what was seen into every amax history, newest first, after taking
-    its maximum over all ranks in one collective. An operand that saw nothing keeps its history.
+    """Once per optimizer step: push what was seen into every amax history, newest first, after its
+    maximum over all ranks, taken in one collective. What saw nothing keeps its history.
     keep=False: the step was skipped, forget what it saw."""
     layers = [m for m in model.modules() if isinstance(m, FP8Linear) and m.recipe.amax == "history"]
     if not layers:
@@ -654,6 +592,24 @@ def end_step(model: nn.Module, keep: bool = True):
         m.amax_seen.zero_()
 
 
+# A linear from 4 features to 2 by hand: `python -m pytest` checks it.
+__test__ = {
+    "worked example": """
+>>> x = torch.tensor([[1.0, -2.0, 0.5, 0.1]])                          # (M, K) = (1, 4)
+>>> w = torch.tensor([[0.25, 3.0, -1.0, 0.7], [0.1, 0.2, -0.3, 0.4]])  # (N, K) = (2, 4)
+>>> x8, w8 = quantize(x), quantize(w)
+>>> print(*(f"amax {t.amax.item():g}, s {t.s.item():.7f};" for t in (x8, w8)))
+amax 2, s 0.0044643; amax 3, s 0.0066964;
+>>> decode(x8.q), decode(w8.q)  # what was largest is now 448; 22.4 and 104.53 were rounded
+(tensor([[ 224., -448.,  112.,   22.]]), tensor([[  36.,  448., -144.,  104.],
+        [  15.,   30.,  -44.,   60.]]))
+>>> y = gemm_nt(x8, w8)
+>>> y, y - x @ w.t()  # and its error
+(tensor([[-6.1727, -0.4092]]), tensor([[0.0073, 0.0008]]))
+"""
+}
+
+
 # ------------------------------------------------------------------------------------------------
 # 7. Smooth-SwiGLU: an activation that squares its outliers
 #
@@ -661,19 +617,15 @@ def end_step(model: nn.Module, keep: bool = True):
 #     h = linear * silu(gate)
 #     y = h . w3^T
 #
-# If w1 and w2 of a channel point the same way, an x that is 10 times larger makes h 100 times larger.
-# Long training with weight decay aligns them (arXiv 2409.12517), and one such channel then sets the
-# scale of all of h. The cure divides h by a power of two before the cast, which is exact, and
-# multiplies it back where no cast sees it. With s detached (no gradient):
+# If w1 and w2 of a channel point the same way, an x that is 10 times larger makes h 100 times as
+# large. Long training with weight decay aligns them (arXiv 2409.12517), and one such channel then
+# sets the scale of all of h. The cure divides h by a power of two before the cast, which is exact,
+# and multiplies it back where no cast sees it, with s detached (no gradient):
 #
-#     channel (the paper)          s_c >= max over tokens of |h_c|        y = Q(h / s) . Q(w3 s)^T
-#     token (its released code)    s_t >= max over channels of |linear|   y = s (Q(h / s) . Q(w3)^T)
+#     channel (the paper)         s_c >= max over tokens of |h_c|        y = Q(h / s) . Q(w3 s)^T
+#     token (its released code)   s_t >= max over channels of |linear|   y = s (Q(h / s) . Q(w3)^T)
 #
-# h stays fp32 until that one cast. When training is over, `channel` costs nothing: 1/s folds into w1
-# and s into w3.
-
-
-SMOOTH = (None, "channel", "token")
+# h stays fp32 until that one cast. Once trained, `channel` is free: 1/s folds into w1, s into w3.
 
 
 class SwiGLU(nn.Module):
@@ -681,30 +633,21 @@ class SwiGLU(nn.Module):
 
     def __init__(self, n_embd, hidden, recipe, w3_recipe=None, smooth=None):
         super().__init__()
-        if smooth not in SMOOTH:
-            raise ValueError(f"smooth is {smooth!r}, not one of {SMOOTH}")
         self.smooth = smooth
-        self.w12 = FP8Linear(
-            n_embd, 2 * hidden, bias=False, recipe=recipe
-        )  # one cast of x for both
-        self.w3 = FP8Linear(hidden, n_embd, bias=False, recipe=w3_recipe or recipe)
+        self.w12 = FP8Linear(n_embd, 2 * hidden, False, recipe)  # one cast of x serves both
+        self.w3 = FP8Linear(hidden, n_embd, False, w3_recipe or recipe)
         self.w3.folds = smooth == "channel"
 
     def forward(self, x: Tensor) -> Tensor:
         linear, gate = self.w12(x).float().chunk(2, dim=-1)  # (..., H) each
         if self.smooth == "token":
-            s = self.scale(linear.detach().abs().amax(-1, keepdim=True))  # (..., 1)
+            s = ceil_pow2(linear.detach().abs().amax(-1, keepdim=True))  # (..., 1)
             return (s * self.w3(linear / s * F.silu(gate))).to(x.dtype)
         h = linear * F.silu(gate)
         if self.smooth == "channel":
-            s = self.scale(h.detach().abs().flatten(0, -2).amax(0))  # (H,)
+            s = ceil_pow2(h.detach().abs().flatten(0, -2).amax(0))  # (H,)
             return self.w3(h, fold=s).to(x.dtype)
         return self.w3(h).to(x.dtype)
-
-    @staticmethod
-    def scale(amax: Tensor) -> Tensor:
-        s = ceil_pow2(amax)
-        return torch.where(s > 0, s, 1.0)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -713,9 +656,15 @@ class SwiGLU(nn.Module):
 #     family   norm        position   MLP       biases   head     attention
 #     gpt2     LayerNorm   learned    GELU      yes      tied     multi-head
 #     llama    RMSNorm     rotary     SwiGLU    no       untied   grouped queries
-#
 # FP8 runs in the linear layers of the blocks: wqkv, wo and the MLP's. Embeddings, norms, attention
 # and loss stay in high precision. The head does too unless asked; so can the first and last blocks.
+
+CONFIG_CHOICES = dict(
+    family=("llama", "gpt2"),
+    smooth=(None, "channel", "token"),
+    w3=(None, "bf16"),
+    head=("bf16", "fp8"),
+)
 
 
 @dataclass
@@ -743,25 +692,16 @@ class GPTConfig:
         self.n_kv_head = self.n_kv_head or self.n_head
         wide = 8 * self.n_embd // 3 if self.family == "llama" else 4 * self.n_embd
         self.hidden = self.hidden or (wide + 31) // 32 * 32
-        sizes = ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "hidden")
-        checks = [
-            (getattr(self, n) >= 1, f"{n} is {getattr(self, n)}, not 1 or more") for n in sizes
-        ]
-        checks += [
-            (self.family in ("gpt2", "llama"), f"family is {self.family!r}, not gpt2 or llama"),
-            (self.smooth in SMOOTH, f"smooth is {self.smooth!r}, not channel or token"),
-            (not self.smooth or self.family == "llama", "smooth needs SwiGLU, so family=llama"),
-            (self.w3 in (None, "bf16"), f"w3 is {self.w3!r}; it can only be bf16"),
-            (self.head in ("bf16", "fp8"), f"head is {self.head!r}, not bf16 or fp8"),
-            (min(self.bf16_first, self.bf16_last) >= 0, "bf16_first and bf16_last count blocks"),
-        ]
-        for ok, why in checks:
-            if not ok:
-                raise ValueError(why)
-        if self.n_embd % self.n_head or self.n_head % self.n_kv_head:
-            raise ValueError("n_head must divide n_embd, and n_kv_head must divide n_head")
-        if self.family == "llama" and self.n_embd // self.n_head % 2:
-            raise ValueError("rotary positions turn pairs: n_embd / n_head must be even")
+        check_choices(self, CONFIG_CHOICES)
+        for field in "vocab_size block_size n_layer n_head n_kv_head n_embd hidden".split():
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it counts from 1")
+        odd = self.family == "llama" and self.n_embd // self.n_head % 2
+        if odd or self.n_embd % self.n_head or self.n_head % self.n_kv_head:
+            why = "n_head must divide n_embd (to an even number: rotary positions turn pairs)"
+            raise ValueError(f"{why}, and n_kv_head must divide n_head")
+        if self.smooth and self.family != "llama":
+            raise ValueError("smooth needs a SwiGLU: family llama")
 
     def recipe_of(self, layer: int | None, linear: str) -> Recipe:
         """The rule: which recipe a linear of block `layer` gets (None: the head)."""
@@ -807,14 +747,13 @@ class Attention(nn.Module):
         q, k, v = qkv.split([self.n_head, self.n_kv, self.n_kv], dim=1)  # (B, heads, T, D)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        groups = self.n_head // self.n_kv  # query heads that share a key head
-        k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+        grouped = self.n_kv < self.n_head  # several query heads share a key head
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return self.wo(y.transpose(1, 2).reshape(B, T, C))
 
 
 def rotate(x, cos, sin):
-    """Rotary positions: the pairs (i, i + D/2) of x (B, H, T, D) turn by an angle that grows with T."""
+    """Rotary positions: pairs (i, i + D/2) of x (B, H, T, D) turn by angles that grow with T."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -860,6 +799,8 @@ class GPT(nn.Module):
             if p.dim() > 1:  # GPT-2's initialisation; what adds to the residual stream is smaller
                 depth = 2 * c.n_layer if name.endswith(("wo.weight", "w3.weight")) else 1
                 nn.init.normal_(p, std=0.02 / math.sqrt(depth))
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None):
         B, T = idx.shape
@@ -887,8 +828,6 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature=1.0, top_k=None) -> Tensor:
         """Continue idx (B, T >= 1) by sampling; temperature 0 takes the likeliest token."""
-        training = self.training
-        self.eval()
         with self.weights_cast():
             for _ in range(max_new_tokens):
                 logits = self(idx[:, -self.config.block_size :])[0][:, -1]  # (B, vocab)
@@ -900,45 +839,31 @@ class GPT(nn.Module):
                 else:
                     new = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1)
                 idx = torch.cat((idx, new), dim=1)
-        self.train(training)
         return idx
 
     def num_params(self, non_embedding: bool = False) -> int:
-        """Parameters, a tied head counted once; non_embedding: without tables that are only read."""
+        """Parameters, a tied head once; non_embedding: without a table that is only looked up."""
+        only_read = self.wte if self.wpe is None else self.wpe
         n = sum(p.numel() for p in self.parameters())
-        if non_embedding and self.wpe is not None:
-            n -= self.wpe.weight.numel()
-        elif non_embedding:
-            n -= self.wte.weight.numel()
-        return n
+        return n - only_read.weight.numel() * non_embedding
 
     def flops_per_token(self, T: int | None = None) -> int:
-        """Forward and backward: 6 a parameter, and 12 T C a layer for attention (PaLM, 2204.02311)."""
-        c = self.config
-        return 6 * self.num_params(True) + 12 * c.n_layer * c.n_embd * (T or c.block_size)
-
-    def describe(self) -> str:
-        """Which linear layers run in which recipe, one line each."""
-        rows = {}
-        for name, m in self.named_modules():
-            if isinstance(m, FP8Linear):
-                rows.setdefault(m.recipe.name, []).append(name.replace("blocks.", ""))
-        return "\n".join(
-            f"{recipe}: {len(n)} linears, {', '.join(n)}" for recipe, n in rows.items()
-        )
+        """Forward and backward: 6 a parameter, 12 T C a layer for attention (arXiv 2204.02311)."""
+        attention = 12 * self.config.n_layer * self.config.n_embd * (T or self.config.block_size)
+        return 6 * self.num_params(True) + attention
 
 
 # ------------------------------------------------------------------------------------------------
 # 9. FP8 Adam: both moments in one byte
 #
-# AdamW keeps two fp32 moments: 8 bytes a parameter, twice the parameter itself at 16 bits. Here m is
-# E4M3 (it needs precision) and v is E5M2 (it needs range: it is a square, and it is divided by), as
-# in arXiv 2409.12517, with the `quantize` of section 2: one scale a tensor, or one for each `block`
-# elements of the flattened tensor. A step decodes, updates with the exact new moments, and encodes.
+# AdamW keeps two fp32 moments: 8 bytes a parameter, four times a BF16 weight. Here m is E4M3 (it
+# needs precision) and v is E5M2 (it needs range: it is a square, and it is divided by), as in arXiv
+# 2409.12517, with the `quantize` of section 2: one scale a tensor, or one for each `block` elements
+# of the flattened tensor. A step decodes, updates with the exact new moments, and encodes.
 #
-# Two traps. A v that rounds to zero while m does not would make a step of m / eps, tens of thousands
-# of learning rates: so a positive v never becomes code 0 but code 1, the smallest number. And an
-# average that moves by less than half a step of the grid each time never moves under round to
+# Two traps. A v that rounds to zero while its m does not would make a step of m / eps, thousands of
+# learning rates: so a positive v never becomes code 0 but code 1, the smallest number. And an
+# average that moves by less than half a step of the grid does not move at all under round to
 # nearest: stochastic rounding moves it in the mean.
 
 
@@ -952,51 +877,43 @@ class FP8Adam(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, m_fmt=E4M3, v_fmt=E5M2,
-        block=None, stochastic_rounding=False, master="fp32",
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, m_fmt=E4M3,
+        v_fmt=E5M2, block=None, stochastic_rounding=False, master="fp32",
     ):  # fmt: skip
         if master not in MASTERS:
             raise ValueError(f"master is {master!r}, not one of {', '.join(MASTERS)}")
-        if block is not None and block < 1:
-            raise ValueError(f"block is {block}: it counts elements")
         self.m_fmt, self.v_fmt, self.tile = m_fmt, v_fmt, (None, block)
         self.stochastic, self.master = stochastic_rounding, MASTERS[master]
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             adam = {k: group[k] for k in ("lr", "eps", "weight_decay")}
-            adam["beta1"], adam["beta2"] = group["betas"]
+            adam |= dict(zip(("beta1", "beta2"), group["betas"]), amsgrad=False, maximize=False)
             for p in group["params"]:
                 if p.grad is not None and p.numel():
                     self.update(p, self.state[p], adam)
         return loss
+
+    def blank(self, p: Tensor) -> dict:
+        """The state of a parameter before its first step."""
+        state, zero = {"step": torch.zeros((), device=p.device)}, p.new_zeros(1, p.numel())
+        for k, fmt in (("m", self.m_fmt), ("v", self.v_fmt)):
+            state[k], state[k + "_scale"] = quantize(zero, fmt, self.tile)[:2]
+        return state
 
     def update(self, p: Tensor, state: dict, adam: dict):
         """One parameter: decode, PyTorch's own AdamW, encode. Only the storage is ours."""
         if p.dtype is not torch.float32:
             raise ValueError(f"FP8Adam updates fp32 parameters, not {p.dtype}")
         if not state:
-            state["step"] = torch.zeros((), device=p.device)
-            for k, fmt in (("m", self.m_fmt), ("v", self.v_fmt)):
-                zero = quantize(torch.zeros(1, p.numel(), device=p.device), fmt, self.tile)
-                state[k], state[k + "_scale"] = zero.q, zero.s
+            state |= self.blank(p)
         m = dequantize(Quantized(state["m"], state["m_scale"], self.tile, self.m_fmt))
         v = dequantize(Quantized(state["v"], state["v_scale"], self.tile, self.v_fmt))
-        tensors = (
-            [p],
-            [p.grad.contiguous()],
-            [m.view(p.shape)],
-            [v.view(p.shape)],
-            [],
-            [state["step"]],
-        )
-        adamw(*tensors, fused=p.is_contiguous(), amsgrad=False, maximize=False, **adam)
+        moments, g = ([m.view(p.shape)], [v.view(p.shape)]), p.grad.contiguous()
+        adamw([p], [g], *moments, [], [state["step"]], fused=p.is_contiguous(), **adam)
         positive = v > 0
         for k, x, fmt in (("m", m, self.m_fmt), ("v", v, self.v_fmt)):
             x8 = quantize(x, fmt, self.tile, stochastic=self.stochastic)
@@ -1008,20 +925,16 @@ class FP8Adam(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         """Bit for bit. Raises ValueError for the state of another optimizer, format or block."""
-        super().load_state_dict(state_dict)
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for i, p in zip(saved, (p for group in self.param_groups for p in group["params"])):
-            for k, fmt in (("m", self.m_fmt), ("v", self.v_fmt)):
-                if not (entry := state_dict["state"].get(i)):
-                    continue
-                blocks = -(-p.numel() // (self.tile[1] or p.numel()))
-                if k not in entry or entry[k].dtype != fmt.dtype:
-                    raise ValueError(
-                        f"this state holds no {fmt.name} moment {k!r}: another optimizer's"
-                    )
-                if entry[k + "_scale"].numel() != blocks:
-                    raise ValueError("this state was saved with another `block`")
-                self.state[p][k] = self.state[p][k].to(fmt.dtype)  # super() cast it to p's dtype
+        blanks = {p: self.blank(p) for group in self.param_groups for p in group["params"]}
+        for i, blank in zip(saved, blanks.values()):
+            entry = state_dict["state"].get(i, blank)
+            kinds = ({k: (t.dtype, t.shape) for k, t in d.items()} for d in (entry, blank))
+            if next(kinds) != next(kinds):
+                raise ValueError("this is the state of another optimizer, format or block")
+        super().load_state_dict(state_dict)
+        for p, state in self.state.items():  # super() has cast the codes to p's dtype
+            state |= {k: state[k].to(t.dtype) for k, t in blanks[p].items()}
 
 
 MASTERS = {"fp32": None, "fp16": FP16, "fp8": E4M3}
@@ -1030,12 +943,10 @@ MASTERS = {"fp32": None, "fp16": FP16, "fp8": E4M3}
 def param_groups(model: nn.Module, weight_decay: float) -> list:
     """Two groups for an optimizer: matrices decay; norms, biases and embeddings do not."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decays = [p for p in model.parameters() if p.dim() > 1 and id(p) not in tables]
-    rest = [p for p in model.parameters() if p.dim() <= 1 or id(p) in tables]
-    return [
-        dict(params=decays, weight_decay=weight_decay),
-        dict(params=rest, weight_decay=0.0),
-    ]
+    groups = {True: [], False: []}
+    for p in model.parameters():
+        groups[p.dim() > 1 and id(p) not in tables].append(p)
+    return [dict(params=groups[d], weight_decay=weight_decay * d) for d in (True, False)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1045,9 +956,8 @@ def param_groups(model: nn.Module, weight_decay: float) -> list:
 #
 #     Recipe("mxfp8_hybrid", _1X32, _1X32, _1X32, rounding="floor", g_fmt=E5M2),
 #
-# and `python train.py --compare bf16 mxfp8_hybrid` trains it beside BF16. `python -m pytest` finds it
-# by itself: tests/test_linear.py checks y, dx and dw of every row against float64, on odd shapes.
-# Then train.py is the experiment: data, loop, comparison, numbers and pictures.
+# and `python train.py --compare bf16 mxfp8_hybrid` trains it beside BF16; tests/test_linear.py holds
+# its y, dx and dw against float64 by itself. Next, read train.py: the experiment.
 
 
 def tour():
@@ -1055,37 +965,32 @@ def tour():
     print("One number in 8 bits")
     for fmt in (E4M3, E5M2):
         code = encode(torch.tensor(0.1), fmt)
-        bits = f"{code.view(torch.uint8).item():08b}"
-        cut = 8 - fmt.mantissa
-        drawn = f"{bits[0]} {bits[1:cut]} {bits[cut:]}"
-        print(f"  {fmt.name}  0.1 -> {drawn} -> {int(bits, 2):02X} -> {code.float().item()}")
+        bits, cut = f"{code.view(torch.uint8).item():08b}", 8 - fmt.mantissa
+        drawn = f"{bits[0]} {bits[1:cut]} {bits[cut:]} -> {int(bits, 2):02X}"
+        print(f"  {fmt.name}  0.1 -> {drawn} -> {code.float().item()}")
 
-    print("\nFormats     bits   max    min normal   min subnormal   right to")
-    for fmt in (E4M3, E5M2):
-        bits, least = f"1-{7 - fmt.mantissa}-{fmt.mantissa}", f"2^{fmt.emin - fmt.mantissa}"
-        error = f"{100 * 2.0 ** -(fmt.mantissa + 1)} %"
-        print(f"  {fmt.name:8}  {bits}  {fmt.max:<7g}2^{fmt.emin:<11}{least:16}{error}")
-    print("  E8M0      8-0    2^127  2^-127       none            powers of two: MX scales only")
+    print("""
+Formats     bits    max    min normal   min subnormal   right to
+  E4M3      1-4-3   448    2^-6         2^-9            6.25 %
+  E5M2      1-5-2   57344  2^-14        2^-16           12.5 %
+  E8M0      8-0     2^127  2^-127       none            powers of two: the scales of MX""")
 
     print("\nRecipes     x tile    w tile    g tile    amax      rounding  x, w, g")
     for r in RECIPES.values():
-        cut = [",".join(str(n or "all") for n in t) for t in (r.x_tile, r.w_tile, r.g_tile)]
-        cut, amax, rounding = (
-            (cut, r.amax, r.rounding) if r.x_fmt != BF16 else (["-"] * 3, "-", "-")
-        )
+        cells = [",".join(str(n or "all") for n in t) for t in (r.x_tile, r.w_tile, r.g_tile)]
+        cells = [*cells, r.amax, r.rounding] if r.x_fmt != BF16 else ["-"] * 5
         formats = ", ".join(f.name for f in (r.x_fmt, r.w_fmt, r.g_fmt))
-        print(f"  {r.name:9} " + "".join(f"{c:10}" for c in (*cut, amax, rounding)) + formats)
+        print(f"  {r.name:9} " + "".join(f"{c:10}" for c in cells) + formats)
 
     print("\nOne outlier in N(0,1), 256 x 512: SQNR in dB and underflow of the other elements")
-    sizes = (1, 1e3, 1e4, 1e5, 1e6)
-    print("  outlier   " + "".join(f"{size:<15g}" for size in sizes))
+    outliers = (1, 1e3, 1e4, 1e5, 1e6)
+    print("  outlier   " + "".join(f"{size:<17g}" for size in outliers).rstrip())
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     others = torch.ones(256, 512, dtype=torch.bool)
     others[100, 100] = False
     for r in RECIPES.values():
         cells = []
-        for size in sizes:
-            x[100, 100] = size
+        for x[100, 100] in outliers:
             h = health(x, quantize_operand(x, "x", r, copies="first")[0], others)
             cells.append(f"{h['sqnr']:5.1f} {100 * h['underflow']:6.2f} %")
         print(f"  {r.name:9} " + "  ".join(cells))

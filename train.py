@@ -682,8 +682,7 @@ def operand_health(arm):
         handle.remove()
     result = {}
     for (name, operand), value in seen.items():
-        history = layers[name].history()
-        h = None if history is None else history["xwg".index(operand)]
+        h = layers[name].history()["xwg".index(operand)]
         x8, _ = fp8gpt.quantize_operand(value, operand, layers[name].recipe, h, "first")
         result[f"{name}.{operand}"] = fp8gpt.health(value, x8)
     return result
