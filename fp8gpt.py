@@ -956,8 +956,8 @@ def param_groups(model: nn.Module, weight_decay: float) -> list:
 #
 #     Recipe("mxfp8_hybrid", _1X32, _1X32, _1X32, rounding="floor", g_fmt=E5M2),
 #
-# and `python train.py --compare bf16 mxfp8_hybrid` trains it beside BF16; tests/test_linear.py holds
-# its y, dx and dw against float64 by itself. Next, read train.py: the experiment.
+# and `python train.py --compare bf16 mxfp8_hybrid` trains it beside BF16. tests/test_linear.py
+# finds it and holds it against float64. Next, read train.py: the experiment.
 
 
 def tour():

@@ -5,13 +5,12 @@
     python train.py --compare delayed delayed,smooth=channel  an arm is a recipe plus overrides
     python train.py --bench                                   what a step costs, part by part
 
-Every field of the block below is a flag (`--batch-size 16`) and, in an arm, an override
-(`current,batch_size=16`). The recipes themselves live in fp8gpt.py.
+Every field of the block below is a flag (--batch-size 16) and, in an arm, an override
+(current,batch_size=16). What a recipe is stands in fp8gpt.py.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import difflib
 import json
 import math
@@ -19,64 +18,58 @@ import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import fp8gpt
-from data.prepare import (
-    HEADER_INTS,
-    HEADER_MAGIC,
-    NAMES,
-    UserError,
-    describe,
-    get_tokenizer,
-    prepare,
-)
-from fp8gpt import GPT, RECIPES, FP8Adam, FP8Linear, GPTConfig, Recipe, end_step, param_groups
+from data.prepare import TOKENIZERS, Corpus, UserError, get_tokenizer
+from fp8gpt import E4M3, E5M2, FP32, GPT, MASTERS, RECIPES, FP8Adam, FP8Linear, GPTConfig, Recipe
 
 HERE = Path(__file__).resolve().parent
 
 # ------------------------------------------------------------------------------------------------
-# Configuration. The comment of a field is its help. The values are those of a CPU; a GPU starts from
-# GPU_PRESET instead. `None` leaves a field of the recipe, or of GPTConfig, as it is.
+# Configuration. The comment of a field is its help. The values are those for a CPU; a GPU starts
+# from GPU_PRESET. None leaves it to the recipe, or to GPTConfig.
 
 
 @dataclass
 class Config:
     recipe: str = "mxfp8"  # how x, w and g become FP8: a row of RECIPES in fp8gpt.py
     seed: int = 1337  # of the initial weights, the batches and the sample
-    device: str = "auto"  # cpu, cuda, or auto: cuda where torch can use one
+    device: str = "auto"  # cpu, cuda, or auto: cuda where torch can use it
     threads: int = 0  # CPU threads; 0: torch's own choice
     compile: bool = False  # torch.compile the blocks: faster, after a warm-up
+    out: str = "out"  # directory for runs
     # data
     data: str = "stdlib"  # a corpus of data/prepare.py, a text file, or a directory of .bin files
-    tokenizer: str = "bytes"  # for text that is not prepared yet: bytes or gpt2
+    tokenizer: str = "bytes"  # for a corpus that is not prepared yet: bytes or gpt2
     # model
     family: str = "llama"  # llama (RMSNorm, RoPE, SwiGLU) or gpt2 (LayerNorm, GELU, tied head)
     n_layer: int = 4  # blocks
     n_head: int = 4  # attention heads
-    n_kv_head: int | None = None  # key and value heads, shared by groups of query heads
+    n_kv_head: int | None = None  # key and value heads; fewer than n_head: shared by groups
     n_embd: int = 128  # width C
     hidden: int | None = None  # width of the MLP
     block_size: int = 128  # context length T, tokens
     smooth: str | None = None  # Smooth-SwiGLU: channel or token
-    w3: str | None = None  # bf16: leave the MLP's down projection in BF16
+    w3: str | None = None  # bf16: the MLP's down projection stays BF16
     head: str = "bf16"  # fp8: the output head follows the recipe too
     bf16_first: int = 0  # blocks at the start that stay BF16
     bf16_last: int = 0  # blocks at the end that stay BF16
-    checkpoint: bool = False  # recompute blocks in backward (activation checkpointing)
+    checkpoint: bool = False  # activation checkpointing: recompute blocks in backward
     # the recipe's own fields
     amax_history_len: int | None = None  # steps that delayed scaling looks back
-    amax_compute_algo: str | None = None  # of that history: max or most_recent
+    amax_compute_algo: str | None = None  # max of that history, or its most_recent entry
     margin: str | None = None  # headroom of 2^margin: one number, or x/w/g as 0/0/3
-    bias: str | None = None  # recipe constant: encode by 2^bias, one number or x/w/g
+    bias: str | None = None  # constant scaling: encode by 2^bias; one number, or x/w/g
     rounding: str | None = None  # of the scale: fp32, pow2 or floor
     fprop: bool | None = None  # false: this GEMM stays BF16
     dgrad: bool | None = None  # false: this GEMM stays BF16
@@ -90,11 +83,11 @@ class Config:
     beta1: float = 0.9  # decay of the first moment
     beta2: float = 0.95  # decay of the second moment
     grad_clip: float = 1.0  # largest gradient norm; 0: no clipping
-    loss_scale: float = 1.0  # multiplies the loss before backward; gradients are divided by it
+    loss_scale: float = 1.0  # multiplies the loss before backward, divides the gradients after
     m_fmt: str = "E4M3"  # fp8adam: format of the first moment
     v_fmt: str = "E5M2"  # fp8adam: format of the second moment
-    adam_block: int | None = None  # fp8adam: elements that share a scale; none: the tensor
-    stochastic_rounding: bool = False  # fp8adam: round the moments stochastically
+    adam_block: int | None = None  # fp8adam: elements that share a scale; none: the whole tensor
+    stochastic_rounding: bool = False  # fp8adam: of the moments
     master: str = "fp32"  # fp8adam: fp32, fp16 or fp8 master weights
     # loop
     steps: int = 300  # optimizer steps
@@ -103,82 +96,76 @@ class Config:
     eval_every: int = 100  # steps between evaluations
     eval_batches: int = 20  # batches in an evaluation
     max_skips: int = 5  # stop after this many non-finite steps in a row
-    out: str = "out"  # directory for runs
 
 
 GPU_PRESET = dict(
-    n_layer=12, n_head=16, n_kv_head=4, n_embd=2048, block_size=2048, batch_size=8, steps=300,
-    lr=6e-4, min_lr=6e-5, eval_every=100, eval_batches=10, compile=True,
+    n_layer=12, n_head=16, n_kv_head=4, n_embd=2048, block_size=2048, batch_size=8, lr=6e-4,
+    min_lr=6e-5, compile=True,
 )  # fmt: skip
 
 FIELDS = {f.name: f for f in fields(Config)}
 RECIPE_FIELDS = [f.name for f in fields(Recipe) if f.name in FIELDS]
 MODEL_FIELDS = [f.name for f in fields(GPTConfig) if f.name in FIELDS and f.name != "recipe"]
 FP8ADAM_FIELDS = ["m_fmt", "v_fmt", "adam_block", "stochastic_rounding", "master"]
-FORMATS = {f.name: f for f in (fp8gpt.E4M3, fp8gpt.E5M2)}
-CHOICES = {
-    "recipe": list(RECIPES),
-    "tokenizer": ["bytes", "gpt2"],
-    "family": ["llama", "gpt2"],
-    "smooth": ["channel", "token"],
-    "w3": ["bf16"],
-    "head": ["bf16", "fp8"],
-    "amax_compute_algo": ["max", "most_recent"],
-    "rounding": ["fp32", "pow2", "floor"],
-    "optimizer": ["adamw", "fp8adam"],
-    "m_fmt": list(FORMATS),
-    "v_fmt": list(FORMATS),
-    "master": list(fp8gpt.MASTERS),
-}
-AT_LEAST = dict(
-    n_layer=1, n_head=1, n_kv_head=1, n_embd=1, hidden=1, block_size=1, bf16_first=0, bf16_last=0,
-    amax_history_len=1, lr=0, min_lr=0, warmup=0, weight_decay=0, beta1=0, beta2=0, grad_clip=0,
-    adam_block=1, steps=1, batch_size=1, accum=1, eval_every=1, eval_batches=1, max_skips=1, threads=0,
+COMMON_FIELDS = ["device", "threads", "out", "seed", "data", "tokenizer", "block_size"]
+FORMATS = {f.name: f for f in (E4M3, E5M2)}
+CHOICES = dict(
+    fp8gpt.RECIPE_CHOICES | fp8gpt.CONFIG_CHOICES,
+    recipe=RECIPES, tokenizer=TOKENIZERS, optimizer=("adamw", "fp8adam"),
+    m_fmt=FORMATS, v_fmt=FORMATS, master=MASTERS,
 )  # fmt: skip
+FROM_ZERO = ["seed", "threads", "bf16_first", "bf16_last", "warmup"]  # other counts are from 1 on
+BELOW_ONE = ["beta1", "beta2"]
 
 # ------------------------------------------------------------------------------------------------
 # Command line and arms
 
 
+def similar(word, words):
+    near = difflib.get_close_matches(word.lower(), list(words), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def convert(name, text):
-    """The value of field `name` from a command-line string; UserError says what would do."""
-    kind = str(FIELDS[name].type if isinstance(FIELDS[name].type, str) else FIELDS[name].type)
-    kind = FIELDS[name].type.__name__ if isinstance(FIELDS[name].type, type) else kind
-    if text.lower() == "none" and "None" in kind:
+    """The value of a field from its text; a UserError says what would do."""
+    kind = FIELDS[name].type
+    kind = kind.__name__ if isinstance(kind, type) else str(kind)
+    optional, kind = "None" in kind, kind.removesuffix(" | None")
+    if optional and text.lower() == "none":
         return None
     try:
-        if "bool" in kind:
-            value = {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        else:
-            value = int(text) if "int" in kind else float(text) if "float" in kind else text
-    except (ValueError, KeyError):
-        wanted = "true or false" if "bool" in kind else kind.removesuffix(" | None")
+        parse = {"int": int, "float": float, "str": str, "bool": parse_bool}[kind]
+        value = parse(text)
+        if name in ("margin", "bias"):
+            triple(text)
+    except ValueError as error:
+        wanted = {"int": "a whole number", "float": "a number"}.get(kind, str(error))
         raise UserError(f"{name} takes {wanted}, not {text!r}") from None
     if name in CHOICES and value not in CHOICES[name]:
-        near = difflib.get_close_matches(text.lower(), CHOICES[name], 1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise UserError(f"{name} {text!r} is unknown{hint}; choose from {', '.join(CHOICES[name])}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{name} must be finite, not {text}")
-    if name in AT_LEAST and value < AT_LEAST[name]:
-        raise UserError(f"{name} must be at least {AT_LEAST[name]}, not {text}")
-    if name in ("beta1", "beta2") and value >= 1 or name == "loss_scale" and value <= 0:
-        raise UserError(f"{name} {text} is out of range")
-    if name in ("margin", "bias"):
-        triple(name, text)
+        choices = [c for c in CHOICES[name] if c]
+        raise UserError(f"{name} {text!r} is unknown{similar(text, choices)}: {', '.join(choices)}")
+    if kind == "int" and value < (least := 0 if name in FROM_ZERO else 1):
+        raise UserError(f"{name} counts from {least}, so it cannot be {text}")
+    if kind == "float" and not (0 <= value < (1 if name in BELOW_ONE else math.inf)):
+        raise UserError(f"{name} cannot be {text}")
+    if name == "loss_scale" and value == 0:
+        raise UserError("loss_scale cannot be 0")
     return value
 
 
-def triple(name, text):
-    """ "3" or "0/0/3" -> three integers for x, w and g."""
+def parse_bool(text):
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise ValueError("true or false")
+    return text.lower() in ("true", "1")
+
+
+def triple(text):
+    """ "3" or "0/0/3" -> integers for x, w and g."""
     parts = text.split("/")
-    try:
-        numbers = tuple(int(p) for p in parts * (3 if len(parts) == 1 else 1))
-        if len(numbers) != 3 or max(map(abs, numbers)) > 100:
-            raise ValueError
-    except ValueError:
-        raise UserError(f"{name} takes one integer, or three as x/w/g, not {text!r}") from None
-    return numbers
+    parts = parts * 3 if len(parts) == 1 else parts
+    if len(parts) != 3 or not all(re.fullmatch(r"[+-]?\d{1,2}", p) for p in parts):
+        raise ValueError("a whole number, or three as x/w/g")
+    return tuple(map(int, parts))
 
 
 def parse_arm(text):
@@ -189,426 +176,317 @@ def parse_arm(text):
         name, _, value = pair.partition("=")
         name = name.strip().replace("-", "_")
         if name not in FIELDS or not value:
-            near = difflib.get_close_matches(name, FIELDS, 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise UserError(f"arm {text!r}: {pair!r} is not field=value{hint}")
-        if name in ("device", "threads", "out", "seed"):
-            raise UserError(f"arm {text!r}: {name} is common to all arms; give it as a flag")
+            raise UserError(f"arm {text!r}: {pair!r} is not field=value{similar(name, FIELDS)}")
+        if name in COMMON_FIELDS:
+            raise UserError(f"arm {text!r}: {name} is the same for all arms; give it as a flag")
         overrides[name] = convert(name, value)
     return overrides
 
 
 def parse_command_line(argv):
     """-> (the fields that were given, the other options). Help comes from the block above."""
-    source = Path(__file__).read_text()
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", Path(__file__).read_text(), re.M))
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.error = lambda message: (_ for _ in ()).throw(UserError(message))
+
+    def error(message):
+        raise UserError(message)
+
+    parser.error = error
     add = parser.add_argument
-    add("--compare", nargs="+", metavar="ARM", help="train several arms: RECIPE[,field=value...]")
-    add(
-        "--seeds",
-        default="1",
-        metavar="N",
-        help="repeat a comparison with N seeds: mean and spread",
-    )
-    add("--bench", action="store_true", help="time a training step of every recipe, part by part")
+    add("--compare", nargs="+", metavar="ARM", help="train arms: RECIPE[,field=value...]")
+    add("--seeds", default="1", metavar="N", help="repeat a comparison: mean and spread (1)")
+    add("--bench", action="store_true", help="time a training step of every recipe")
     add("--resume", metavar="DIR", help="continue the run in this directory")
-    add("--sample", metavar="TEXT", help="prompt of the sample at the end")
+    add("--sample", metavar="TEXT", default="", help="prompt of the sample at the end")
     for f in fields(Config):
-        preset = f", {GPU_PRESET[f.name]} on a GPU" if f.name in GPU_PRESET else ""
-        flag = "--" + f.name.replace("_", "-")
-        shown = f"{comments[f.name]} ({f.default}{preset})".replace("%", "%%")
-        if f.type is bool or f.type == bool | None:
-            add(flag, nargs="?", const="true", metavar="BOOL", help=shown)
-        else:
-            add(flag, metavar=f.name.upper(), help=shown)
-    argv = [re.sub(r"^--[\w-]+", lambda m: m[0].replace("_", "-"), a) for a in argv]
+        preset = f"; {GPU_PRESET[f.name]} on a GPU" if f.name in GPU_PRESET else ""
+        text = f"{comments[f.name]} ({f.default}{preset})".replace("%", "%%")
+        boolean = dict(nargs="?", const="true") if "bool" in str(f.type) else {}
+        add("--" + f.name.replace("_", "-"), metavar=f.name.upper(), help=text, **boolean)
+    argv = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), a) for a in argv]
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [o for a in parser._actions for o in a.option_strings]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1)
-        hint = f" (did you mean {near[0]}?)" if near else "; --help lists all"
-        raise UserError(f"unknown argument {unknown[0]!r}{hint}")
+        raise UserError(
+            f"unknown argument {unknown[0]!r}{similar(unknown[0].split('=')[0], flags)}"
+        )
     given = {n: convert(n, v) for n in FIELDS if (v := getattr(args, n)) is not None}
-    try:
-        args.seeds = int(args.seeds)
-        if args.seeds < 1:
-            raise ValueError
-    except ValueError:
-        raise UserError(f"seeds takes a number from 1 on, not {args.seeds!r}") from None
+    if not re.fullmatch(r"[1-9]\d{0,3}", args.seeds):
+        raise UserError(f"seeds takes a number from 1 on, not {args.seeds!r}")
+    args.seeds = int(args.seeds)
+    if sum(map(bool, (args.compare, args.bench, args.resume))) > 1:
+        raise UserError("--compare, --bench and --resume are three commands: choose one")
+    if args.seeds > 1 and not args.compare:
+        raise UserError("--seeds repeats a comparison: give it with --compare")
     return given, args
 
 
-def recipe_of(c):
-    """The recipe of a configuration: the row, with the fields that were overridden."""
-    changed = {n: v for n in RECIPE_FIELDS if (v := getattr(c, n)) is not None}
-    for name in {"margin", "bias"} & changed.keys():
-        changed[name] = triple(name, changed[name])
-    return replace(RECIPES[c.recipe], **changed)
-
-
-def ignored(c, given):
-    """Sentences about fields that were given and that this configuration does not read."""
-    history, constant = (RECIPES[c.recipe].amax == kind for kind in ("history", "constant"))
-    reads = {
-        "amax_history_len": history,
-        "amax_compute_algo": history,
-        "bias": constant,
-        **{n: c.recipe != "bf16" for n in ("margin", "rounding", "fprop", "dgrad", "wgrad")},
-        **{n: c.recipe != "bf16" for n in ("w3", "head", "bf16_first", "bf16_last")},
-        **{n: c.optimizer == "fp8adam" for n in FP8ADAM_FIELDS},
-    }
-    because = {n: "optimizer adamw" for n in FP8ADAM_FIELDS}
-    return [
-        f"{because.get(n, 'recipe ' + c.recipe)} ignores --{n.replace('_', '-')}"
-        for n in given
-        if not reads.get(n, True)
-    ]
-
-
-# ------------------------------------------------------------------------------------------------
-# Data: .bin files of uint16 tokens, as nanoGPT writes them or with llm.c's header
-
-
-def read_tokens(path):
-    """A token file as a memory map."""
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as f:
-            head = np.frombuffer(f.read(12), np.int32) if size >= 12 else np.zeros(1, np.int32)
-        if head[0] == HEADER_MAGIC:  # llm.c: 256 int32, the third counts the tokens
-            if head[1] != 1 or size != 4 * HEADER_INTS + 2 * int(head[2]):
-                raise UserError(
-                    f"{path} is not the whole of a version 1 token file: fetch it again"
-                )
-            return np.memmap(path, np.uint16, "r", offset=4 * HEADER_INTS)
-        if size == 0 or size % 2:
-            raise UserError(f"{path} has {size} bytes, not a whole number of uint16 tokens")
-        return np.memmap(path, np.uint16, "r")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-
-
-class Data:
-    """Batches of a split. Batch k of a seed is the same whatever ran before: nothing to restore."""
-
-    def __init__(self, c, say=print):
-        known = c.data in NAMES
-        root = HERE / "data" / c.data if known else Path(c.data)
-        if known or root.is_file():
-            out = root if known else HERE / "data" / (root.stem + "-text")
-            meta = self.meta(out)
-            tokenizer = "gpt2" if c.data == "fineweb-edu" else c.tokenizer
-            fresh = meta and meta.get("tokenizer") == tokenizer
-            fresh = fresh and (c.data != "stdlib" or meta["python"] == platform.python_version())
-            if not fresh or not known:
-                meta = prepare(c.data if known else "file", root, tokenizer, out)
-            root = out
-        elif not root.is_dir():
-            raise UserError(
-                f"--data {c.data}: no such directory or file; or one of {', '.join(NAMES)}"
-            )
-        self.root, self.shards = root, {}
-        meta = self.meta(root) or dict(name=root.name, tokenizer="gpt2", vocab_size=50257)
-        self.tokenizer, self.vocab_size = meta["tokenizer"], meta["vocab_size"]
-        say("data     " + describe(meta))
-        for split in ("train", "val"):
-            paths = sorted(p for p in root.glob("*.bin") if split in p.name)
-            if not paths:
-                raise UserError(f"{root} has no {split}.bin: prepare it with data/prepare.py")
-            self.shards[split] = [read_tokens(p) for p in paths]
-            for path, tokens in zip(paths, self.shards[split]):
-                if len(tokens) <= c.block_size:
-                    raise UserError(
-                        f"{path} has {len(tokens)} tokens; block_size {c.block_size} needs"
-                        f" {c.block_size + 1}: use a longer text or a smaller --block-size"
-                    )
-                if (top := int(tokens.max())) >= self.vocab_size:
-                    raise UserError(
-                        f"{path} holds token {top}, but tokenizer {self.tokenizer} ends at"
-                        f" {self.vocab_size - 1}: is meta.json of another corpus?"
-                    )
-
-    @staticmethod
-    def meta(root):
-        path = root / "meta.json"
-        if not path.exists():
-            return None
-        try:
-            meta = json.loads(path.read_text())
-            return meta if {"name", "tokenizer", "vocab_size"} <= meta.keys() else None
-        except (OSError, ValueError, AttributeError):
-            raise UserError(f"{path} is not readable as JSON: prepare the corpus again") from None
-
-    def batch(self, split, key, c, device):
-        """Random windows: x and y (B, T) int64, y one token ahead. `key` is a tuple of integers."""
-        rng = np.random.default_rng([{"train": 0, "val": 1}[split], *key])
-        shards = self.shards[split]
-        sizes = np.array([len(s) - c.block_size for s in shards])
-        rows = []
-        for start in rng.integers(0, sizes.sum(), c.batch_size):
-            shard = int(np.searchsorted(np.cumsum(sizes), start, side="right"))
-            start -= sizes[:shard].sum()
-            rows.append(shards[shard][start : start + c.block_size + 1].astype(np.int64))
-        xy = torch.from_numpy(np.stack(rows)).to(device)
-        return xy[:, :-1], xy[:, 1:]
+def warn_ignored(c, given, label=""):
+    """Say which of the given fields this configuration does not read."""
+    recipe = RECIPES[c.recipe]
+    fp8 = c.recipe != "bf16"
+    reads = {n: fp8 for n in RECIPE_FIELDS + ["w3", "head", "bf16_first", "bf16_last"]}
+    reads |= {n: recipe.amax == "history" for n in ("amax_history_len", "amax_compute_algo")}
+    reads |= {"bias": recipe.amax == "constant"}
+    reads |= {n: c.optimizer == "fp8adam" for n in FP8ADAM_FIELDS}
+    for n in given:
+        if not reads.get(n, True):
+            reader = f"optimizer {c.optimizer}" if n in FP8ADAM_FIELDS else f"recipe {c.recipe}"
+            print(f"warning  {label}{reader} ignores {n} = {getattr(c, n)}")
 
 
 # ------------------------------------------------------------------------------------------------
 # Machine
 
-# Dense BF16 tensor peak in FLOP/s, from NVIDIA's data sheets. MFU is measured against it in every
-# arm, FP8 too, so that the arms compare.
+# Dense BF16 peak, FLOP/s, from NVIDIA's data sheets. Every arm's MFU is measured against it, FP8's
+# too, so that arms compare.
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
 PEAKS |= {"RTX 4090": 165.2e12, "L40S": 362e12}
 
 
 def pick_device(name):
     """-> (device, a line about it). Names an NVIDIA GPU that this torch cannot use."""
-    present = shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists()
-    cuda = torch.cuda.is_available()
-    why = ""
-    if present and not cuda:
-        build = "is a CPU build" if torch.version.cuda is None else "finds no usable driver for it"
-        why = f"an NVIDIA GPU is present, but torch {torch.__version__} {build}"
+    cuda, why = torch.cuda.is_available(), ""
+    if not cuda and (shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists()):
+        what = "is a CPU build" if torch.version.cuda is None else "finds no driver for it"
+        why = f"an NVIDIA GPU is here, but torch {torch.__version__} {what}"
     if name.startswith("mps"):
-        raise UserError("device mps: Apple GPUs have no FP8 types in PyTorch; use --device cpu")
+        raise UserError("device mps: torch has no FP8 types on Apple GPUs; use --device cpu")
     if name.startswith("cuda") and not cuda:
         why = why or f"torch {torch.__version__} finds no NVIDIA GPU"
         raise UserError(f"device {name}: {why}; use --device cpu, or see pytorch.org/get-started")
     try:
         device = torch.device(("cuda" if cuda else "cpu") if name == "auto" else name)
-        if device.type not in ("cpu", "cuda") or (device.index or 0) >= max(
-            1, cuda and torch.cuda.device_count()
-        ):
+        count = torch.cuda.device_count() if device.type == "cuda" else 1
+        if device.type not in ("cpu", "cuda") or (device.index or 0) >= count:
             raise RuntimeError
     except RuntimeError:
         raise UserError(f"device {name!r} is not here; use cpu, cuda or auto") from None
     if device.type == "cuda":
         return device, f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    line = f"CPU, {torch.get_num_threads()} threads" + (f" ({why}: using the CPU)" if why else "")
-    return device, line
+    return device, f"CPU, {torch.get_num_threads()} threads" + (f" ({why})" if why else "")
 
 
 def machine(device_line):
-    """What a number needs beside it: versions, machine, commit."""
-    commit = subprocess.run(
-        ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    return dict(
-        device=device_line,
-        cpu=f"{platform.machine()}, {os.cpu_count()} cores",
-        python=platform.python_version(),
-        torch=torch.__version__,
-        commit=commit or None,
-        date=time.strftime("%Y-%m-%d"),
-    )
+    """What a number needs beside it: machine, versions, commit, date."""
+    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        commit = ""
+    versions = dict(python=platform.python_version(), torch=torch.__version__, commit=commit)
+    cpu = f"{platform.machine()}, {os.cpu_count()} cores"
+    return dict(device=device_line, cpu=cpu, date=time.strftime("%Y-%m-%d"), **versions)
 
 
 def can_compile(device):
-    """Whether torch.compile works here; where it does not, says so and the run goes on."""
+    """Whether torch.compile works here; if not, say so once and go on without it."""
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
         return True
-    except Exception as error:  # no compiler, no Python headers, no Triton: all sorts of errors
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        print(f"compile  torch.compile does not work here, going on without it: {reason[:80]}")
+    except Exception as error:  # no compiler, no Python headers, no Triton: many kinds of errors
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        print(f"compile  does not work here, going on without it: {reason[:100]}")
         return False
 
 
+def sync(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 # ------------------------------------------------------------------------------------------------
-# One arm: a model, its optimizer, its loop
+# An arm: a configuration with its model, its optimizer and its step
 
 
 class Arm:
-    """A configuration with everything that trains it."""
-
-    def __init__(self, c, data, device):
-        self.c, self.data, self.device, self.step, self.skipped = c, data, device, 0, 0
-        torch.manual_seed(c.seed)
+    def __init__(self, c, corpus, device):
+        self.c, self.corpus, self.device, self.step, self.skipped = c, corpus, device, 0, 0
+        changed = {n: v for n in RECIPE_FIELDS if (v := getattr(c, n)) is not None}
+        changed |= {n: triple(changed[n]) for n in ("margin", "bias") if n in changed}
         model = {n: v for n in MODEL_FIELDS if (v := getattr(c, n)) is not None}
+        torch.manual_seed(c.seed)
         try:
-            self.recipe = recipe_of(c)
-            config = GPTConfig(vocab_size=data.vocab_size, recipe=self.recipe, **model)
+            self.recipe = replace(RECIPES[c.recipe], **changed)
+            config = GPTConfig(vocab_size=corpus.vocab_size, recipe=self.recipe, **model)
             self.model = GPT(config).to(device)
         except ValueError as error:
             raise UserError(str(error)) from None
-        groups = param_groups(self.model, c.weight_decay)
-        betas = (c.beta1, c.beta2)
+        groups, betas = fp8gpt.param_groups(self.model, c.weight_decay), (c.beta1, c.beta2)
         if c.optimizer == "fp8adam":
+            formats = dict(m_fmt=FORMATS[c.m_fmt], v_fmt=FORMATS[c.v_fmt], block=c.adam_block)
+            stochastic = c.stochastic_rounding
             self.optimizer = FP8Adam(
-                groups, c.lr, betas, m_fmt=FORMATS[c.m_fmt], v_fmt=FORMATS[c.v_fmt],
-                block=c.adam_block, stochastic_rounding=c.stochastic_rounding, master=c.master,
-            )  # fmt: skip
+                groups, c.lr, betas, stochastic_rounding=stochastic, master=c.master, **formats
+            )
         else:
             self.optimizer = torch.optim.AdamW(groups, c.lr, betas, fused=True)
         if c.compile and can_compile(device):
-            for (
-                block
-            ) in self.model.blocks:  # one block compiles faster than the whole, and is reused
+            for block in self.model.blocks:  # compiled once, used for all: they are alike
                 block.compile()
+
+    def batch(self, split, *key):
+        """x and y (B, T) int64: y is one token ahead."""
+        rows = torch.from_numpy(self.corpus.batch(split, key, self.c.batch_size))
+        rows = rows.to(self.device)
+        return rows[:, :-1], rows[:, 1:]
 
     def lr(self):
         c = self.c
         if self.step < c.warmup:
             return c.lr * (self.step + 1) / c.warmup
-        done = (self.step - c.warmup) / max(1, c.steps - c.warmup)
-        return c.min_lr + 0.5 * (c.lr - c.min_lr) * (1 + math.cos(math.pi * min(1.0, done)))
-
-    def loss_of(self, x, y):
-        return self.model(x, y)[1]
+        done = min(1.0, (self.step - c.warmup) / max(1, c.steps - c.warmup))
+        return c.min_lr + (c.lr - c.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
     def train_step(self):
-        """One optimizer step -> (loss, gradient norm). If either is not finite the step is skipped:
+        """One optimizer step -> (loss, gradient norm). If one is not finite the step is skipped:
         weights, moments and histories stay as they were, and the batch counts as never drawn."""
-        c = self.c
-        for group in self.optimizer.param_groups:
+        c, model, optimizer = self.c, self.model, self.optimizer
+        for group in optimizer.param_groups:
             group["lr"] = self.lr()
         total = torch.zeros((), device=self.device)
-        with self.model.weights_cast() if c.accum > 1 else contextlib.nullcontext():
+        with model.weights_cast() if c.accum > 1 else contextlib.nullcontext():
             for micro in range(c.accum):
-                x, y = self.data.batch("train", (c.seed, self.step, micro), c, self.device)
-                loss = self.loss_of(x, y) / c.accum
+                loss = model(*self.batch("train", c.seed, self.step, micro))[1] / c.accum
                 (loss * c.loss_scale).backward()
                 total += loss.detach()
-        params = [p for p in self.model.parameters() if p.grad is not None]
+        params = [p for p in model.parameters() if p.grad is not None]
         if c.loss_scale != 1:
             torch._foreach_mul_([p.grad for p in params], 1 / c.loss_scale)
         norm = torch.nn.utils.clip_grad_norm_(params, c.grad_clip or math.inf)
-        total, norm = torch.stack(
-            (total, norm)
-        ).tolist()  # the one time the host waits for the device
-        finite = math.isfinite(total) and math.isfinite(norm)
+        loss, norm = torch.stack((total, norm)).tolist()  # the one wait for the device
+        finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
-            self.optimizer.step()
-        end_step(self.model, keep=finite)
-        self.optimizer.zero_grad(set_to_none=True)
-        # end of the training step; everything after this is diagnostics
-        if finite:
-            self.step, self.skipped = self.step + 1, 0
-        else:
-            self.skipped += 1
-            what = "loss" if not math.isfinite(total) else "gradient"
-            print(f"step {self.step}: the {what} is not finite; skipped, nothing was changed")
-            if self.skipped >= c.max_skips:
-                raise UserError(
-                    f"{c.recipe}: {self.skipped} non-finite steps in a row at step {self.step}, stopped;"
-                    " the last checkpoint is from before them (lower --lr, or another --recipe)"
-                )
-        return total, norm
+            optimizer.step()
+            self.step += 1
+        fp8gpt.end_step(model, keep=finite)
+        optimizer.zero_grad()
+        # everything after this is diagnostics
+        self.skipped = 0 if finite else self.skipped + 1
+        if not finite:
+            what = "gradient" if math.isfinite(loss) else "loss"
+            print(f"step {self.step + 1}: the {what} is not finite: skipped, nothing was changed")
+        if self.skipped >= c.max_skips:
+            raise UserError(
+                f"{c.recipe}: step {self.step + 1} was not finite {self.skipped} times in a row;"
+                " stopped, the weights are those before it. Try a lower --lr or another --recipe"
+            )
+        return loss, norm
 
     @torch.no_grad()
     def evaluate(self):
-        """Mean validation loss in nats a token, on the same batches for every arm and step."""
+        """Mean validation loss, nats a token, on the same batches for every arm and step."""
         self.model.eval()
-        losses = []
         with self.model.weights_cast():
-            for i in range(self.c.eval_batches):
-                losses.append(self.loss_of(*self.data.batch("val", (0, i), self.c, self.device)))
+            batches = (self.batch("val", 0, i) for i in range(self.c.eval_batches))
+            loss = torch.stack([self.model(x, y)[1] for x, y in batches]).mean().item()
         self.model.train()
-        return torch.stack(losses).mean().item()
+        return loss
 
     def sample(self, prompt, tokens=200):
-        encoding = get_tokenizer(self.data.tokenizer)
-        ids = encoding.encode_ordinary(prompt or "\n") or encoding.encode_ordinary("\n")
+        encoding = get_tokenizer(self.corpus.tokenizer)
+        ids = encoding.encode_ordinary(prompt or "\n")
         torch.manual_seed(self.c.seed)
-        idx = torch.tensor([ids], device=self.device)
-        return encoding.decode(self.model.generate(idx, tokens, 0.8, 50)[0].tolist())
+        idx = self.model.generate(torch.tensor([ids], device=self.device), tokens, 0.8, 50)
+        return encoding.decode(idx[0].tolist())
 
-    def checkpoint(self, path):
+    def save(self, path):
         """Write aside, then rename: a checkpoint is whole or not there."""
-        rng = [torch.get_rng_state()] + (
-            torch.cuda.get_rng_state_all() if self.device.type == "cuda" else []
-        )
-        state = dict(
-            model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
-            step=self.step,
-            rng=rng,
-            config=dataclasses.asdict(self.c),
-            tokenizer=self.data.tokenizer,
-            vocab_size=self.data.vocab_size,
-        )
-        torch.save(state, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
+        state = dict(config=asdict(self.c), step=self.step, rng=torch.get_rng_state())
+        state |= dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
+        state |= dict(tokenizer=self.corpus.tokenizer, vocab_size=self.corpus.vocab_size)
+        if self.device.type == "cuda":
+            state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
+        try:
+            torch.save(state, path.with_suffix(".tmp"))
+            os.replace(path.with_suffix(".tmp"), path)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            raise UserError(f"cannot write {path}: {str(error).splitlines()[0]}") from None
 
     def restore(self, state):
-        if (self.data.tokenizer, self.data.vocab_size) != (state["tokenizer"], state["vocab_size"]):
-            raise UserError(
-                f"the checkpoint was trained with tokenizer {state['tokenizer']}, the data at"
-                f" {self.data.root} has {self.data.tokenizer}"
-            )
+        here = (self.corpus.tokenizer, self.corpus.vocab_size)
+        if here != (state["tokenizer"], state["vocab_size"]):
+            raise UserError(f"the checkpoint speaks {state['tokenizer']}, the data {here[0]}")
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(f"the checkpoint does not fit: {str(error).splitlines()[0]}") from None
-        torch.set_rng_state(state["rng"][0])
-        if self.device.type == "cuda" and len(state["rng"]) > 1:
-            torch.cuda.set_rng_state_all(state["rng"][1:])
         self.step = state["step"]
+        torch.set_rng_state(state["rng"])
+        if self.device.type == "cuda" and "cuda_rng" in state:
+            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
 
 
 def load_checkpoint(directory):
+    """-> (state, its Config)"""
     path = Path(directory) / "ckpt.pt"
+    if not path.is_file():
+        raise UserError(f"there is no checkpoint at {path}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        config = Config(**state["config"])
-        return state, config
-    except FileNotFoundError:
-        raise UserError(f"no checkpoint at {path}") from None
-    except Exception as error:  # truncated zip, foreign pickle, missing keys: torch has many ways
-        raise UserError(
-            f"{path} is not a checkpoint of train.py ({type(error).__name__})"
-        ) from None
+        return state, Config(**state["config"])
+    except Exception as error:  # cut short, foreign, not a zip: torch has many errors for it
+        kind = type(error).__name__
+        raise UserError(f"{path} is not a checkpoint of this train.py ({kind})") from None
 
 
-def fit(arm, out, label=""):
-    """Train an arm to its end, or to Ctrl-C -> the rows of its steps. Writes steps.jsonl as it goes."""
+class Interrupt:
+    """Inside `with Interrupt() as stop`, Ctrl-C sets stop.asked; a second one ends the program."""
+
+    asked = False
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGINT, self.ask)
+        return self
+
+    def ask(self, *_):
+        self.asked = True
+        signal.signal(signal.SIGINT, self.before)
+
+    def __exit__(self, *_):
+        signal.signal(signal.SIGINT, self.before)
+
+
+def fit(arm, out, label):
+    """Train to the end or to Ctrl-C -> (a row for each step, whether it was Ctrl-C). Every row goes
+    to steps.jsonl at once, every evaluation is followed by a checkpoint."""
     from tqdm import tqdm
 
-    c, rows, interrupted = arm.c, [], False
+    c, rows = arm.c, []
     tokens = c.batch_size * c.block_size * c.accum
-    mode = "a" if arm.step else "w"
-    bar = tqdm(
-        total=c.steps, initial=arm.step, desc=label or c.recipe, disable=not sys.stderr.isatty()
-    )
+    quiet = not sys.stderr.isatty()
+    bar = tqdm(total=c.steps, initial=arm.step, desc=label, disable=quiet, dynamic_ncols=True)
     arm.model.train()
-    with open(out / "steps.jsonl", mode) as log, bar:
-        try:
-            while arm.step < c.steps:
-                start = time.perf_counter()
-                loss, norm = arm.train_step()
-                seconds = time.perf_counter() - start
-                if arm.skipped:
-                    continue
-                row = dict(step=arm.step, loss=loss, grad_norm=norm, lr=arm.lr(), seconds=seconds)
-                if arm.step % c.eval_every == 0 or arm.step == c.steps:
-                    row["val_loss"] = arm.evaluate()
-                    arm.checkpoint(out / "ckpt.pt")
-                    if bar.disable:
-                        print(
-                            f"{label or c.recipe}: step {arm.step}/{c.steps}, loss {loss:.4f},"
-                            f" val loss {row['val_loss']:.4f}, {tokens / seconds:,.0f} tokens/s",
-                            flush=True,
-                        )
-                rows.append(row)
-                log.write(json.dumps(row) + "\n")
-                bar.set_postfix_str(f"loss {loss:.3f}, {tokens / seconds:,.0f} tok/s")
-                bar.update(1)
-        except KeyboardInterrupt:
-            interrupted = True
-    if interrupted:
-        print(f"\ninterrupted at step {arm.step}: evaluating what is there")
-        if rows:
-            rows[-1]["val_loss"] = arm.evaluate()
-            arm.checkpoint(out / "ckpt.pt")
-    return rows, interrupted
+    with Interrupt() as stop, open(out / "steps.jsonl", "a" if arm.step else "w") as log, bar:
+        while arm.step < c.steps and not stop.asked:
+            start, lr = time.perf_counter(), arm.lr()
+            loss, norm = arm.train_step()
+            seconds = time.perf_counter() - start
+            if arm.skipped:
+                continue
+            row = dict(step=arm.step, loss=loss, grad_norm=norm, lr=lr, seconds=seconds)
+            bar.set_postfix_str(f"loss {loss:.3f}, {tokens / seconds:,.0f} tokens/s")
+            bar.update()
+            if arm.step % c.eval_every == 0 or arm.step == c.steps or stop.asked:
+                row["val_loss"] = arm.evaluate()
+                arm.save(out / "ckpt.pt")
+                if quiet:
+                    print(
+                        f"{label}: step {arm.step}/{c.steps}, loss {loss:.4f},"
+                        f" val loss {row['val_loss']:.4f}, {tokens / seconds:,.0f} tokens/s",
+                        flush=True,
+                    )
+            rows.append(row)
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+    if stop.asked:
+        print(f"interrupted at step {arm.step}: going on with what is there")
+    return rows, stop.asked
 
 
 # ------------------------------------------------------------------------------------------------
@@ -616,282 +494,98 @@ def fit(arm, out, label=""):
 
 
 def throughput(rows, c):
-    """Tokens a second, from the median step (the first ones warm up)."""
+    """Tokens a second, by the median step after the first few."""
     seconds = statistics.median(r["seconds"] for r in rows[min(3, len(rows) - 1) :])
     return c.batch_size * c.block_size * c.accum / seconds
 
 
-def mfu(arm, tokens_per_s):
-    if arm.device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(arm.device)
+def flops_utilisation(arm, tokens_per_s):
+    """Model FLOPs utilisation, or None for a device whose peak is not in the table."""
+    name = torch.cuda.get_device_name(arm.device) if arm.device.type == "cuda" else "CPU"
     peak = next((p for n, p in PEAKS.items() if n in name), None)
-    return peak and tokens_per_s * arm.model.flops_per_token() / peak
+    return tokens_per_s * arm.model.flops_per_token() / peak if peak else None
 
 
 def memory(arm):
     """Bytes: on CUDA the peak that was allocated; on a CPU counted: parameters, optimizer state and
-    the tensors that one micro-batch saves for backward."""
+    what one micro-batch saves for backward."""
     if arm.device.type == "cuda":
         return torch.cuda.max_memory_allocated(arm.device)
-    params = {p.untyped_storage().data_ptr() for p in arm.model.parameters()}
-    saved = {}
+    params = list(arm.model.parameters())
+    owned, saved = {p.untyped_storage().data_ptr() for p in params}, {}
 
     def pack(t):
         storage = t.untyped_storage()
-        if storage.data_ptr() not in params:
+        if storage.data_ptr() not in owned:
             saved[storage.data_ptr()] = storage  # kept, so that its address is not used again
         return t
 
-    x, y = arm.data.batch("train", (arm.c.seed, 0, 0), arm.c, arm.device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        arm.loss_of(x, y)
-    state = [v for s in arm.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
-    return (
-        sum(p.nbytes for p in arm.model.parameters())
-        + sum(t.nbytes for t in state)
-        + sum(s.nbytes() for s in saved.values())
-    )
+        arm.model(*arm.batch("train", arm.c.seed, 0, 0))
+    state = [t for s in arm.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+    return sum(t.nbytes for t in params + state) + sum(s.nbytes() for s in saved.values())
 
 
 def operand_health(arm):
-    """fp8gpt.health of every operand (x, w, g) of every FP8 linear on one batch -> {name: numbers}."""
-    seen, handles = {}, []
+    """{"blocks.0.attn.wqkv.x": fp8gpt.health(...), ...} for x, w and g of the recipe's linears, on
+    one batch. Nothing that outlives it is changed: in eval mode an amax history is only read."""
     layers = {n: m for n, m in arm.model.named_modules() if isinstance(m, FP8Linear)}
     layers = {n: m for n, m in layers.items() if m.recipe == arm.recipe}
+    seen, hooks = {}, []
 
     def watch(name):
         def hook(module, args, kwargs, y):
-            fold = kwargs.get("fold")
-            x = args[0].detach().flatten(0, -2)
-            w = module.weight.detach()
-            seen[name, "x"] = x if fold is None else x / fold
-            seen[name, "w"] = w if fold is None else w * fold
-            y.register_hook(lambda g: seen.__setitem__((name, "g"), g.detach().flatten(0, -2)))
+            fold = kwargs.get("fold", None)
+            fold = torch.ones(1, device=y.device) if fold is None else fold
+            seen[name, "x"] = args[0].detach().flatten(0, -2) / fold
+            seen[name, "w"] = module.weight.detach() * fold
+            y.register_hook(lambda g: seen.update({(name, "g"): g.detach().flatten(0, -2)}))
 
         return hook
 
     for name, module in layers.items():
-        handles.append(module.register_forward_hook(watch(name), with_kwargs=True))
-    x, y = arm.data.batch("val", (0, 0), arm.c, arm.device)
-    arm.model.eval()  # reads an amax history, does not write it
-    (arm.loss_of(x, y) * arm.c.loss_scale).backward()
+        hooks.append(module.register_forward_hook(watch(name), with_kwargs=True))
+    arm.model.eval()
+    (arm.model(*arm.batch("val", 0, 0))[1] * arm.c.loss_scale).backward()
     arm.model.train()
-    arm.optimizer.zero_grad(set_to_none=True)
-    for handle in handles:
-        handle.remove()
+    arm.optimizer.zero_grad()
+    for hook in hooks:
+        hook.remove()
     result = {}
-    for (name, operand), value in seen.items():
-        h = layers[name].history()["xwg".index(operand)]
-        x8, _ = fp8gpt.quantize_operand(value, operand, layers[name].recipe, h, "first")
-        result[f"{name}.{operand}"] = fp8gpt.health(value, x8)
+    for (name, operand), x in seen.items():
+        history = layers[name].history()["xwg".index(operand)]
+        x8, _ = fp8gpt.quantize_operand(x, operand, arm.recipe, history, "first")
+        result[f"{name}.{operand}"] = fp8gpt.health(x, x8)
     return result
 
 
-# ------------------------------------------------------------------------------------------------
-# Commands
-
-
-def write_json(path, value):
-    path.with_suffix(".tmp").write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(path.with_suffix(".tmp"), path)
-
-
-def make_out(path):
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / ".write-test").touch()
-        (path / ".write-test").unlink()
-    except OSError as error:
-        raise UserError(f"cannot write to {path}: {error.strerror}") from None
-    return path
-
-
-def announce(arm, device_line):
-    """The start-up lines: what runs, where and why."""
-    where, why = fp8gpt.choose_backend(arm.recipe, arm.device)
-    r, c = arm.recipe, arm.c
-    print(f"machine  {device_line}; torch {torch.__version__}")
-    print(f"model    {c.family}, {arm.model.num_params():,} parameters, T = {c.block_size}")
-    formats = "/".join(f.name for f in (r.x_fmt, r.w_fmt, r.g_fmt))
-    tiles = " ".join(
-        str(t).replace("None", "all").replace(" ", "") for t in (r.x_tile, r.w_tile, r.g_tile)
-    )
-    print(
-        f"recipe   {r.name}: x/w/g in {formats}, tiles {tiles}, amax {r.amax}, {r.rounding} scales"
-    )
-    print(f"GEMMs    {where}: {why}")
-    if r.name == "mxfp8" and arm.device.type == "cuda" and where == "emulated":
-        print("         right numbers, slower than BF16; for speed use current or delayed")
-    for line in arm.model.describe().splitlines():
-        print(f"linears  {line}")
-    optimizer = (
-        f"moments {c.m_fmt}/{c.v_fmt}, master {c.master}" if c.optimizer == "fp8adam" else "fp32"
-    )
-    print(
-        f"optim    {c.optimizer}, {optimizer}; {c.steps} steps of {c.batch_size * c.accum} x {c.block_size}"
-    )
-
-
-def train(c, given, args, device, device_line):
-    """One run."""
-    state = None
-    if args.resume:
-        state, saved = load_checkpoint(args.resume)
-        c = replace(saved, **given)
-        if c.recipe != saved.recipe:
-            raise UserError(f"--resume continues {saved.recipe}; it cannot become {c.recipe}")
-        if state["step"] >= c.steps:
-            raise UserError(
-                f"this run is at step {state['step']} of {c.steps}: give a larger --steps"
-            )
-    for line in ignored(c, given):
-        print(f"warning  {line}")
-    data = Data(c)
-    arm = Arm(c, data, device)
-    out = make_out(Path(args.resume or Path(c.out) / c.recipe))
-    announce(arm, device_line)
-    if state:
-        arm.restore(state)
-        print(f"resume   from step {arm.step}")
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    start = time.perf_counter()
-    rows, _ = fit(arm, out)
-    if not rows:
-        return 0
-    speed = throughput(rows, c)
-    used = mfu(arm, speed)
-    report = dict(config=dataclasses.asdict(c), machine=machine(device_line), step=arm.step)
-    report |= dict(val_loss=rows[-1]["val_loss"], tokens_per_s=speed, mfu=used)
-    report |= dict(memory_bytes=memory(arm), seconds=time.perf_counter() - start)
-    write_json(out / "run.json", report)
-    plot([(c.recipe, rows)], out / "loss.png")
-    print(
-        f"result   val loss {rows[-1]['val_loss']:.4f}, {speed:,.0f} tokens/s,"
-        f" MFU {'n/a' if used is None else format(used, '.1%')},"
-        f" {report['memory_bytes'] / 1e6:.0f} MB, {report['seconds']:.0f} s; written to {out}/"
-    )
-    print("sample   " + repr(arm.sample(args.sample)))
-    return 0
-
-
-def compare(c, given, args, device, device_line):
-    """Several arms on the same seed, initial weights and batches; one table, one file, one picture."""
-    texts = args.compare
-    if len(set(texts)) != len(texts):
-        raise UserError("an arm stands twice in --compare")
-    configs = []
-    for text in texts:
-        overrides = parse_arm(text)
-        configs.append(replace(c, **overrides))
-        for line in ignored(configs[-1], given.keys() | overrides.keys()):
-            print(f"warning  {text}: {line}")
-    out = make_out(Path(c.out) / "compare")
-    data = {}
-    arms = [dict(name=t, val_losses=[], curves=[], speeds=[]) for t in texts]
-    stop = False
-    for seed in range(c.seed, c.seed + args.seeds):
-        for entry, config in zip(arms, configs):
-            if stop:
-                break
-            config = replace(config, seed=seed)
-            key = (config.data, config.tokenizer, config.block_size)
-            data[key] = data.get(key) or Data(config)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            arm = Arm(config, data[key], device)
-            name = re.sub(r"[^\w.,=-]", "_", entry["name"])
-            rows, stop = fit(arm, make_out(out / f"{name}-{seed}"), entry["name"])
-            if not rows:
-                continue
-            entry["val_losses"].append(rows[-1]["val_loss"])
-            entry["curves"].append(rows)
-            entry["speeds"].append(throughput(rows, config))
-            entry["memory_bytes"] = memory(arm)
-            entry["health"] = operand_health(arm)
-    arms = [a for a in arms if a["val_losses"]]
-    if not arms:
-        return 0
-    for a in arms:
-        health, losses = a.pop("health"), a["val_losses"]
-        pairs = list(zip(losses, arms[0]["val_losses"]))
-        a["val_loss"] = statistics.mean(losses)
-        a["spread"] = statistics.stdev(losses) if len(losses) > 1 else None
-        a["difference"] = statistics.mean(x - y for x, y in pairs)
-        a["tokens_per_s"] = statistics.median(a.pop("speeds"))
-        a["underflow"] = statistics.mean(h["underflow"] for h in health.values()) if health else 0
-        a["clip"] = statistics.mean(h["clip"] for h in health.values()) if health else 0
-        a["worst"], a["worst_sqnr"] = min(
-            ((n, h["sqnr"]) for n, h in health.items()),
-            key=lambda p: p[1],
-            default=(None, math.inf),
-        )
-    seeds = f"{args.seeds} seed" + "s: mean and standard deviation" * (args.seeds > 1)
-    print(f"\n{c.steps} steps, {seeds}; differences to {arms[0]['name']}, in nats\n")
-    wide = max(12, *(len(a["name"]) for a in arms))
-    print(
-        f"| {'arm':{wide}} | val loss        | differs | tokens/s | MB   | underflow | clip    | worst SQNR |"
-    )
-    print(
-        f"|{'-' * (wide + 2)}|-----------------|---------|----------|------|-----------|---------|------------|"
-    )
-    for a in arms:
-        loss = f"{a['val_loss']:.4f}" + (
-            f" +- {a['spread']:.4f}" if a["spread"] is not None else ""
-        )
-        print(
-            f"| {a['name']:{wide}} | {loss:15} | {a['difference']:+.4f} | {a['tokens_per_s']:8,.0f} |"
-            f" {a['memory_bytes'] / 1e6:4.0f} | {a['underflow']:8.3%}  | {a['clip']:7.3%} |"
-            f" {a['worst_sqnr']:7.1f} dB |"
-        )
-    for a in arms:
-        print(f"worst operand of {a['name']}: {a['worst']}")
-    curves = [(a["name"], a["curves"][0]) for a in arms]
-    for a in arms:
-        a["losses"] = [r["loss"] for r in a.pop("curves")[0]]
-    report = dict(arms=arms, config=dataclasses.asdict(c), machine=machine(device_line))
-    write_json(out / "compare.json", report)
-    plot(curves, out / "compare.png")
-    print(f"\nwritten to {out}/compare.json and {out}/compare.png")
-    return 0
-
-
 def plot(curves, path):
-    """Loss over steps, and its difference to the first curve where there are several."""
-    try:
-        import matplotlib
+    """Loss over steps; with several curves, also the difference to the first."""
+    import matplotlib
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        print("picture  matplotlib is not installed: no picture")
-        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     several = len(curves) > 1
     figure, axes = plt.subplots(1, 1 + several, figsize=(5.5 + 5.5 * several, 4), squeeze=False)
+    k = max(1, len(curves[0][1]) // 15)  # steps in the running mean
 
-    def smooth(values, k):
-        padded = np.concatenate([np.full(k - 1, values[0]), values])
-        return np.convolve(padded, np.ones(k) / k, "valid")
+    def mean(values):
+        return np.convolve(values, np.ones(k) / k, "valid")
 
-    k = max(1, len(curves[0][1]) // 15)
-    base = np.array([r["loss"] for r in curves[0][1]])
-    for i, (name, rows) in enumerate(curves):
-        steps, losses = [r["step"] for r in rows], np.array([r["loss"] for r in rows])
-        style = dict(color=f"C{i}" if i < 10 else None, lw=1.4)
-        axes[0, 0].plot(steps, smooth(losses, k), label=name, **style)
-        if several and i:
-            n = min(len(base), len(losses))
-            axes[0, 1].plot(steps[:n], smooth(losses[:n] - base[:n], k), label=name, **style)
-    axes[0, 0].set(
-        xlabel="step", ylabel="training loss, nats a token", title=f"loss (mean of {k} steps)"
-    )
+    base = np.array(curves[0][1])
+    for i, (name, losses) in enumerate(curves):
+        losses, style = np.array(losses), dict(color=f"C{i % 10}", lw=1.3, label=name)
+        axes[0, 0].plot(np.arange(k, len(losses) + 1), mean(losses), **style)
+        n = min(len(base), len(losses))
+        if i and n >= k:
+            axes[0, 1].plot(np.arange(k, n + 1), mean(losses[:n] - base[:n]), **style)
+    axes[0, 0].set(title=f"training loss, mean of {k} steps", ylabel="nats a token")
     if several:
-        axes[0, 1].axhline(0, color="C0", lw=1.4)
-        axes[0, 1].set(xlabel="step", title=f"loss minus that of {curves[0][0]}, same batches")
-        span = max(0.02, *(abs(v) for v in axes[0, 1].get_ylim()))
-        axes[0, 1].set_ylim(-min(span, 0.2), min(span, 0.2))
+        axes[0, 1].axhline(0, color="C0", lw=1.3, label=curves[0][0])
+        axes[0, 1].set_title(f"loss minus that of {curves[0][0]} on the same batches")
     for ax in axes.flat:
+        ax.set_xlabel("step")
         ax.grid(alpha=0.3)
         ax.legend(fontsize=8)
     figure.tight_layout()
@@ -900,112 +594,234 @@ def plot(curves, path):
 
 
 # ------------------------------------------------------------------------------------------------
-# What a step costs
+# Commands
+
+
+def make_dir(path):
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with open(path / "steps.jsonl", "a"):
+            return path
+    except OSError as error:
+        raise UserError(f"cannot write to {path}: {error.strerror}") from None
+
+
+def write_json(path, value):
+    path.with_suffix(".tmp").write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def announce(arm, device_line):
+    """The start-up lines: what runs, where, and why."""
+    c, r = arm.c, arm.recipe
+    where, why = fp8gpt.choose_backend(r, arm.device)
+    tiles = " ".join(f"{a or 'all'}x{b or 'all'}" for a, b in (r.x_tile, r.w_tile, r.g_tile))
+    formats = "/".join(f.name for f in (r.x_fmt, r.w_fmt, r.g_fmt))
+    moments = f"{c.m_fmt}/{c.v_fmt} moments, {c.master} weights"
+    moments = moments if c.optimizer == "fp8adam" else "fp32 moments and weights"
+    print(f"machine  {device_line}; torch {torch.__version__}")
+    print(f"model    {c.family}, {arm.model.num_params():,} parameters")
+    print(f"recipe   {r.name}: x/w/g {formats}, tiles {tiles}, amax {r.amax}, scales {r.rounding}")
+    print(f"GEMMs    {where}: {why}")
+    if r.name == "mxfp8" and arm.device.type == "cuda":
+        print("         right numbers, slower than BF16; for speed use current or delayed")
+    kinds = {}
+    for name, m in arm.model.named_modules():
+        if isinstance(m, FP8Linear):
+            block, _, kind = name.removeprefix("blocks.").partition(".")
+            kinds.setdefault((m.recipe.name, kind or block), []).append(block)
+    for name in dict.fromkeys(recipe for recipe, _ in kinds):
+        linears = (f"{k} of blocks {','.join(b)}" for (r, k), b in kinds.items() if r == name)
+        print(f"linears  {name}: " + "; ".join(linears).replace(" of blocks lm_head", ""))
+    print(f"optim    {c.optimizer}, {moments}")
+
+
+def train(c, given, args, device, device_line):
+    state = None
+    if args.resume:
+        state, saved = load_checkpoint(args.resume)
+        c = replace(saved, **given)
+        if c.recipe != saved.recipe:
+            raise UserError(f"--resume continues {saved.recipe}, it cannot become {c.recipe}")
+        if state["step"] >= c.steps:
+            raise UserError(f"this run has done its {state['step']} steps: give a larger --steps")
+    warn_ignored(c, given)
+    arm = Arm(c, Corpus(c.data, c.tokenizer, c.block_size), device)
+    out = make_dir(Path(args.resume or Path(c.out) / c.recipe))
+    if state:
+        arm.restore(state)
+    announce(arm, device_line)
+    size = f"{c.accum} x {c.batch_size} x {c.block_size} tokens"
+    print(f"steps    {arm.step + 1} to {c.steps}, of {size}")
+    start = time.perf_counter()
+    rows, _ = fit(arm, out, c.recipe)
+    if not rows:
+        return
+    speed = throughput(rows, c)
+    report = dict(step=arm.step, val_loss=rows[-1].get("val_loss"), tokens_per_s=speed)
+    report |= dict(mfu=flops_utilisation(arm, speed), memory_bytes=memory(arm))
+    report |= dict(seconds=time.perf_counter() - start, config=asdict(c))
+    write_json(out / "run.json", report | dict(machine=machine(device_line)))
+    plot([(c.recipe, [r["loss"] for r in rows])], out / "loss.png")
+    print(
+        f"result   val loss {report['val_loss']:.4f}, {speed:,.0f} tokens/s,"
+        f" MFU {'n/a' if report['mfu'] is None else format(report['mfu'], '.1%')},"
+        f" {report['memory_bytes'] / 1e6:.0f} MB, {report['seconds']:.0f} s; see {out}/"
+    )
+    print("sample   " + repr(arm.sample(args.sample)))
+
+
+def compare(c, given, args, device, device_line):
+    """Arms on the same seed, initial weights and batches: one table, one file, one picture."""
+    if len({*args.compare}) < len(args.compare):
+        raise UserError("an arm stands twice in --compare")
+    arms = []
+    for text in args.compare:
+        overrides = parse_arm(text)
+        arms.append(dict(name=text, config=replace(c, **overrides), val_losses=[], speeds=[]))
+        warn_ignored(arms[-1]["config"], given | overrides, f"arm {text}: ")
+    corpus = Corpus(c.data, c.tokenizer, c.block_size)
+    for a in arms:  # every mistake of an arm is found before the first one is trained
+        Arm(a["config"], corpus, device)
+    print(f"machine  {device_line}; torch {torch.__version__}")
+    stopped = False
+    for seed in range(c.seed, c.seed + args.seeds):
+        for a in arms:
+            if stopped:
+                break
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            config = replace(a["config"], seed=seed)
+            arm = Arm(config, corpus, device)
+            name = re.sub(r"[^\w.,=-]", "_", a["name"])
+            rows, stopped = fit(
+                arm, make_dir(Path(c.out) / "compare" / f"{name}-{seed}"), a["name"]
+            )
+            if not rows or "val_loss" not in rows[-1]:
+                continue
+            a["val_losses"].append(rows[-1]["val_loss"])
+            a["speeds"].append(throughput(rows, config))
+            a["losses"], a["memory_bytes"] = [r["loss"] for r in rows], memory(arm)
+            a["health"] = operand_health(arm)
+    arms = [a for a in arms if a["val_losses"]]
+    if not arms:
+        return
+    for a in arms:
+        a["config"], a["tokens_per_s"] = asdict(a["config"]), statistics.median(a.pop("speeds"))
+        a["val_loss"] = statistics.mean(a["val_losses"])
+        a["spread"] = statistics.stdev(a["val_losses"]) if len(a["val_losses"]) > 1 else None
+        pairs = zip(a["val_losses"], arms[0]["val_losses"])
+        a["difference"] = statistics.mean(x - y for x, y in pairs)
+        health = a.pop("health")
+        a["underflow"], a["clip"] = (
+            statistics.mean(h[k] for h in health.values()) if health else 0.0
+            for k in ("underflow", "clip")
+        )  # fmt: skip
+        a["worst"] = min(health, key=lambda n: health[n]["sqnr"], default=None)
+        a["worst_sqnr"] = health[a["worst"]]["sqnr"] if health else None
+    out = Path(c.out) / "compare"
+    write_json(out / "compare.json", dict(arms=arms, machine=machine(device_line)))
+    plot([(a["name"], a["losses"]) for a in arms], out / "compare.png")
+    seeds = f", mean and standard deviation of {args.seeds} seeds" if args.seeds > 1 else ""
+    print(f"\n{c.steps} steps{seeds}; nats a token; differences to {arms[0]['name']}\n")
+    header = "arm|val loss|differs|tokens/s|MB|underflow|clip|worst SQNR"
+    table = [header.split("|")]
+    for a in arms:
+        spread = "" if a["spread"] is None else f" ± {a['spread']:.4f}"
+        row = [a["name"], f"{a['val_loss']:.4f}{spread}", f"{a['difference']:+.4f}"]
+        row += [f"{a['tokens_per_s']:,.0f}", f"{a['memory_bytes'] / 1e6:.0f}"]
+        row += [f"{a['underflow']:.3%}", f"{a['clip']:.3%}"]
+        table.append(row + [f"{a['worst_sqnr']:.1f} dB, {a['worst']}" if health else "n/a"])
+    print_table(table)
+    print(f"\nsee {out}/compare.json and {out}/compare.png")
+
+
+def print_table(rows):
+    """Rows of strings, the first one the header, as a Markdown table."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    for row in rows:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
 
 
 @contextlib.contextmanager
-def timed(parts, device):
-    """Add the seconds spent in fp8gpt.quantize and fp8gpt.gemm_nt to `parts`."""
+def timed(parts, targets, device):
+    """Add the seconds spent in functions to `parts`; targets: {part: (owner, function's name)}."""
+    originals = {part: getattr(*target) for part, target in targets.items()}
 
-    def wrap(name, function):
+    def wrap(part):
         def timer(*args, **kwargs):
             sync(device)
             start = time.perf_counter()
-            result = function(*args, **kwargs)
+            result = originals[part](*args, **kwargs)
             sync(device)
-            parts[name] += time.perf_counter() - start
+            parts[part] = parts.get(part, 0.0) + time.perf_counter() - start
             return result
 
         return timer
 
-    originals = fp8gpt.quantize, fp8gpt.gemm_nt
-    fp8gpt.quantize, fp8gpt.gemm_nt = wrap("quantise", originals[0]), wrap("GEMM", originals[1])
-    try:
-        yield
-    finally:
-        fp8gpt.quantize, fp8gpt.gemm_nt = originals
-
-
-def sync(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    for part, target in targets.items():
+        setattr(*target, wrap(part))
+    yield
+    for part, target in targets.items():
+        setattr(*target, originals[part])
 
 
 def bench(c, device, device_line, rounds=9):
-    """Time one step of every recipe, interleaved; medians as ratios to the high-precision step:
-    BF16 on a GPU, fp32 (no rounding anywhere) on a CPU."""
-    data = Data(c)
-    arms = {name: Arm(replace(c, recipe=name), data, device) for name in RECIPES}
+    """One training step of every recipe and its parts, interleaved, as ratios to the step in high
+    precision: BF16 on a GPU; on a CPU fp32, with no rounding anywhere."""
+    corpus = Corpus(c.data, c.tokenizer, c.block_size)
+    arms = {name: Arm(replace(c, recipe=name), corpus, device) for name in RECIPES}
     base = "bf16"
     if device.type == "cpu":
-        base, fp32 = "fp32", fp8gpt.FP32
-        arms = {base: Arm(replace(c, recipe="bf16"), data, device), **arms}
+        base = "fp32"
+        arms = {base: Arm(replace(c, recipe="bf16"), corpus, device), **arms}
         for m in arms[base].model.modules():
             if isinstance(m, FP8Linear):
-                m.recipe = replace(m.recipe, name=base, x_fmt=fp32, w_fmt=fp32, g_fmt=fp32)
-    times = {n: dict(step=[], quantise=[], GEMM=[], optimizer=[]) for n in arms}
-    for i in range(-2, rounds):
+                m.recipe = replace(m.recipe, name=base, x_fmt=FP32, w_fmt=FP32, g_fmt=FP32)
+    times = {name: [] for name in arms}
+    for i in range(-2, rounds):  # two to warm up
         for name, arm in arms.items():
-            arm.model.train()
-            step, optimizer = arm.optimizer.step, []
-
-            def timed_step(step=step, optimizer=optimizer):
-                sync(device)
-                start = time.perf_counter()
-                step()
-                sync(device)
-                optimizer.append(time.perf_counter() - start)
-
             start = time.perf_counter()
             arm.train_step()
             sync(device)
-            whole, parts = time.perf_counter() - start, dict(quantise=0.0, GEMM=0.0)
-            arm.optimizer.step = timed_step
-            if not c.compile:
-                with timed(parts, device):
-                    arm.train_step()
-            else:
+            parts = dict(step=time.perf_counter() - start)
+            targets = dict(optimizer=(arm.optimizer, "step"))
+            if not c.compile:  # compiled, the casts are fused with their neighbours
+                targets |= dict(quantise=(fp8gpt, "quantize"), GEMM=(fp8gpt, "gemm_nt"))
+            with timed(parts, targets, device):
                 arm.train_step()
-            arm.optimizer.step = step
             if i >= 0:
-                times[name]["step"].append(whole)
-                times[name]["optimizer"] += optimizer
-                for part, seconds in parts.items():
-                    times[name][part].append(seconds)
-    unit = statistics.median(times[base]["step"])
-    model = arms[base].model
+                times[name].append(parts)
+    unit = statistics.median(t["step"] for t in times[base])
     print(f"machine  {device_line}; torch {torch.__version__}{', compiled' if c.compile else ''}")
-    print(f"model    {model.num_params():,} parameters, {c.batch_size} x {c.block_size} tokens")
-    print(f"unit     one {base} step, {1e3 * unit:.0f} ms here; medians of {rounds}, interleaved\n")
-    print(
-        "| recipe    | step | quantise | GEMM | optimizer |\n|-----------|------|----------|------|-----------|"
-    )
-    for name, t in times.items():
-        step, q, g, o = (statistics.median(v) / unit for v in t.values())
-        parts = f"{q:8.2f} | {g:4.2f}" if not c.compile else "   fused | fused"
-        print(f"| {name:9} | {step:4.2f} | {parts} | {o:9.2f} |")
-    return 0
+    size = f"{c.batch_size} x {c.block_size} tokens"
+    print(f"model    {arms[base].model.num_params():,} parameters, {size}")
+    print(f"unit     a step in {base}: {1e3 * unit:.0f} ms; medians of {rounds}, interleaved\n")
+    columns = [p for p in ("step", "quantise", "GEMM", "optimizer") if p in times[base][0]]
+    rows = [["recipe", *columns]]
+    for name, measured in times.items():
+        medians = (statistics.median(m[p] for m in measured) / unit for p in columns)
+        rows.append([name, *(f"{x:.2f}" for x in medians)])
+    print_table(rows)
 
 
 def main(argv):
     given, args = parse_command_line(argv)
-    if sum(map(bool, (args.compare, args.bench, args.resume))) > 1:
-        raise UserError("--compare, --bench and --resume are three commands: choose one")
-    if args.seeds > 1 and not args.compare:
-        raise UserError("--seeds repeats a comparison: use it with --compare")
     if given.get("threads"):
         torch.set_num_threads(given["threads"])
     device, device_line = pick_device(given.get("device", "auto"))
     c = Config(**((GPU_PRESET if device.type == "cuda" else {}) | given))
-    if args.compare:
-        return compare(c, given, args, device, device_line)
     if args.bench:
-        return bench(c, device, device_line)
-    return train(c, given, args, device, device_line)
+        bench(c, device, device_line)
+    elif args.compare:
+        compare(c, given, args, device, device_line)
+    else:
+        train(c, given, args, device, device_line)
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        main(sys.argv[1:])
     except UserError as error:
         sys.exit(print(f"train.py: {error}", file=sys.stderr) or 2)

@@ -1,11 +1,11 @@
-"""Bring a corpus in: text -> train.bin and val.bin, uint16 tokens as nanoGPT writes them, and meta.json.
+"""Bring a corpus in: text -> train.bin, val.bin (uint16 tokens, as nanoGPT writes them), meta.json.
 
     python data/prepare.py stdlib         the Python library on this machine: nothing is downloaded
     python data/prepare.py file PATH      your own text
     python data/prepare.py shakespeare    1 MB, downloaded
     python data/prepare.py fineweb-edu    200 MB a shard of 1e8 GPT-2 tokens, downloaded
 
-train.py calls this by itself when its --data is not prepared yet.
+train.py calls `prepare` by itself when its --data is not prepared yet, and reads with `Corpus`.
 """
 
 import argparse
@@ -54,9 +54,8 @@ def get_tokenizer(name):
         return tiktoken.get_encoding(name)
     except Exception as error:  # tiktoken lets every kind of network error through
         raise UserError(
-            f"cannot load tokenizer {name!r} ({type(error).__name__}): tiktoken fetches it once from"
-            " openaipublic.blob.core.windows.net and keeps it in TIKTOKEN_CACHE_DIR;"
-            " offline, use --tokenizer bytes"
+            f"cannot load tokenizer {name!r} ({type(error).__name__}): tiktoken fetches it once"
+            " from openaipublic.blob.core.windows.net to TIKTOKEN_CACHE_DIR; offline, use bytes"
         ) from None
 
 
@@ -77,7 +76,7 @@ def stdlib_files():
 
 
 def read_texts(name, path, scratch):
-    """-> (train bytes, val bytes, number of files): every 20th file is held out, or the last 5 %."""
+    """-> (train bytes, val bytes, files): every 20th file, or the last 5 %, is held out."""
     if name == "stdlib":
         texts = [p.read_bytes() for p in stdlib_files()]
         if len(texts) < 20:
@@ -113,7 +112,7 @@ def download(url, sha256, to):
 
 
 def download_shard(name, to):
-    """One shard of FineWeb-Edu; its SHA-256 stands in the pointer file that git-lfs keeps for it."""
+    """One shard of FineWeb-Edu; its SHA-256 stands in the pointer that git-lfs keeps for it."""
     url = FINEWEB + name
     try:
         with urllib.request.urlopen(url.replace("/resolve/", "/raw/"), timeout=30) as response:
@@ -126,7 +125,7 @@ def download_shard(name, to):
 
 
 def prepare(name, path=None, tokenizer="bytes", out=None, shards=1):
-    """Write a corpus into the directory `out` (default data/NAME), whole or not at all -> its meta."""
+    """Write a corpus into the directory `out` (data/NAME), whole or not at all -> its meta."""
     if name == "file":
         if path is None:
             raise UserError("which file? python data/prepare.py file PATH")
@@ -168,6 +167,91 @@ def prepare(name, path=None, tokenizer="bytes", out=None, shards=1):
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return meta
+
+
+def read_tokens(path):
+    """A .bin file as a memory map of uint16, as nanoGPT writes it or with llm.c's header."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as f:
+            head = np.frombuffer(f.read(12), np.int32) if size >= 12 else np.zeros(1, np.int32)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if head[0] == HEADER_MAGIC:  # 256 int32, of which the third counts the tokens
+        if head[1] != 1 or size != 4 * HEADER_INTS + 2 * int(head[2]):
+            raise UserError(f"{path} is not the whole of a version 1 token file: fetch it again")
+        return np.memmap(path, np.uint16, "r", offset=4 * HEADER_INTS)
+    if size == 0 or size % 2:
+        raise UserError(f"{path} has {size} bytes, which are not uint16 tokens: prepare it again")
+    return np.memmap(path, np.uint16, "r")
+
+
+def read_meta(root):
+    path = root / "meta.json"
+    if not path.exists():
+        return None
+    try:
+        meta = json.loads(path.read_text())
+        if {"name", "tokenizer", "vocab_size"} <= meta.keys():
+            return meta
+    except (OSError, ValueError, AttributeError):
+        pass
+    raise UserError(f"{path} is not what data/prepare.py writes: prepare the corpus again")
+
+
+class Corpus:
+    """The shards of a corpus, prepared first if it must be. `source` is a name, a text file or a
+    directory. Batch k is the same whatever was read before it: there is no position to restore."""
+
+    def __init__(self, source, tokenizer, block_size, say=print):
+        self.block_size, self.root = block_size, Path(source)
+        if source in NAMES or self.root.is_file():
+            name = source if source in NAMES else "file"
+            out = HERE / (source if source in NAMES else self.root.stem + "-text")
+            tokenizer = "gpt2" if source == "fineweb-edu" else tokenizer
+            meta = read_meta(out) if source in NAMES and out.exists() else None
+            fresh = meta is not None and meta["tokenizer"] == tokenizer
+            if not fresh or source == "stdlib" and meta["python"] != platform.python_version():
+                prepare(name, source, tokenizer, out)
+            self.root = out
+        elif not self.root.is_dir():
+            names = ", ".join(NAMES)
+            raise UserError(f"data {source!r} is no file or directory, and not one of {names}")
+        guess = dict(name=self.root.name, tokenizer="gpt2", vocab_size=50257)  # nanoGPT's
+        self.meta = read_meta(self.root) or guess
+        self.tokenizer, self.vocab_size = self.meta["tokenizer"], self.meta["vocab_size"]
+        self.shards = {split: self.open(split) for split in ("train", "val")}
+        say("data     " + describe(self.meta))
+
+    def open(self, split):
+        paths = sorted(p for p in self.root.glob("*.bin") if split in p.name)
+        if not paths:
+            raise UserError(f"{self.root} has no {split}.bin: prepare it with data/prepare.py")
+        shards = [read_tokens(p) for p in paths]
+        for path, tokens in zip(paths, shards):
+            if len(tokens) <= self.block_size:
+                raise UserError(
+                    f"{path} has {len(tokens)} tokens, and block_size {self.block_size} needs more:"
+                    " use a longer text or a smaller --block-size"
+                )
+            if (top := int(tokens.max())) >= self.vocab_size:
+                raise UserError(
+                    f"{path} holds token {top}, but tokenizer {self.tokenizer} ends at"
+                    f" {self.vocab_size - 1}: does meta.json belong to it?"
+                )
+        return shards
+
+    def batch(self, split, key, size):
+        """Random windows (size, block_size + 1), int64; `key`, a tuple of integers, picks them."""
+        rng = np.random.default_rng([("train", "val").index(split), *key])
+        shards = self.shards[split]
+        ends = np.cumsum([len(s) - self.block_size for s in shards])
+        rows = []
+        for start in rng.integers(0, ends[-1], size):
+            i = int(np.searchsorted(ends, start, side="right"))
+            start -= ends[i - 1] if i else 0
+            rows.append(shards[i][start : start + self.block_size + 1].astype(np.int64))
+        return np.stack(rows)
 
 
 def describe(meta):
