@@ -427,8 +427,8 @@ def _scaled_mm(a8: Quantized, b8: Quantized, out_dtype: torch.dtype, fast_accum:
     if a8.s.numel() == 1 and b8.s.numel() == 1:
         how, s_a, s_b = F.ScalingType.TensorWise, a8.s.reshape(()), b8.s.reshape(())
     else:
-        how, s_a = F.ScalingType.RowWise, a8.s.expand(M, 1).contiguous()
-        s_b = F.pad(b8.s.expand(N, 1).t(), (0, -N % 16), value=1.0).contiguous()
+        how, s_a = F.ScalingType.RowWise, a8.s.flatten().expand(M).contiguous()[:, None]
+        s_b = F.pad(b8.s.flatten().expand(N), (0, -N % 16), value=1.0)[None]
     y = F.scaled_mm(a, b.t(), s_a, how, s_b, how, output_dtype=out_dtype, use_fast_accum=fast_accum)
     return y[:, :N]
 
