@@ -255,6 +255,18 @@ def dequantize(x8: Quantized) -> Tensor:
 # operands (x, w, g) take part in the three GEMMs, so most fields come in threes.
 
 
+RECIPE_CHOICES = dict(
+    amax=("now", "history", "constant"), rounding=("fp32", "pow2", "floor"),
+    amax_compute_algo=("max", "most_recent"),
+)  # fmt: skip
+
+
+def check_choices(config, choices: dict):
+    for field, allowed in choices.items():
+        if (value := getattr(config, field)) not in allowed:
+            raise ValueError(f"{field} is {value!r}; choose from {', '.join(map(str, allowed))}")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How x, w and g become FP8. Change a field with `dataclasses.replace`."""
@@ -281,18 +293,6 @@ class Recipe:
         check_choices(self, RECIPE_CHOICES)
         if self.amax != "now" and {*self.x_tile, *self.w_tile, *self.g_tile} != {None}:
             raise ValueError(f"amax={self.amax!r} needs tiles of the whole tensor")
-
-
-RECIPE_CHOICES = dict(
-    amax=("now", "history", "constant"), rounding=("fp32", "pow2", "floor"),
-    amax_compute_algo=("max", "most_recent"),
-)  # fmt: skip
-
-
-def check_choices(config, choices: dict):
-    for field, allowed in choices.items():
-        if (value := getattr(config, field)) not in allowed:
-            raise ValueError(f"{field} is {value!r}; choose from {', '.join(map(str, allowed))}")
 
 
 _ROW, _1X128, _128X128, _1X32 = (1, None), (1, 128), (128, 128), (1, 32)
@@ -393,10 +393,24 @@ def choose_backend(recipe: Recipe, device: torch.device) -> tuple:
     if torch.cuda.get_device_capability(device) < (8, 9):
         return "emulated", "this GPU is older than Ada (sm_89); decoded to BF16"
     if {recipe.x_tile[1], recipe.w_tile[1], recipe.g_tile[1]} != {None}:
-        return "emulated", "torch alone has no GEMM for these tiles; decoded to BF16"
+        return "emulated", "right numbers, slower than BF16; for speed use current or delayed"
     if [recipe.x_fmt, recipe.w_fmt, recipe.g_fmt].count(E5M2) > 1:
         return "emulated", "FP8 tensor cores take one E5M2 operand, not two; decoded to BF16"
     return "scaled_mm", "FP8 tensor cores"
+
+
+def _scaled_mm(a8: Quantized, b8: Quantized, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """gemm_nt on FP8 tensor cores by way of torch: tensor or row scales, K and N padded to 16s."""
+    (M, K), N = a8.q.shape, b8.q.shape[0]
+    a = F.pad(a8.q.view(torch.uint8), (0, -K % 16)).view(a8.q.dtype).contiguous()
+    b = F.pad(b8.q.view(torch.uint8), (0, -K % 16, 0, -N % 16)).view(b8.q.dtype).contiguous()
+    if a8.s.numel() == 1 and b8.s.numel() == 1:
+        how, s_a, s_b = F.ScalingType.TensorWise, a8.s.reshape(()), b8.s.reshape(())
+    else:
+        how, s_a = F.ScalingType.RowWise, a8.s.flatten().expand(M).contiguous()[:, None]
+        s_b = F.pad(b8.s.flatten().expand(N), (0, -N % 16), value=1.0)[None]
+    y = F.scaled_mm(a, b.t(), s_a, how, s_b, how, output_dtype=out_dtype, use_fast_accum=fast_accum)
+    return y[:, :N]
 
 
 def gemm_nt(
@@ -419,20 +433,6 @@ def gemm_nt(
     return (y.mul_(a8.s * b8.s.t()) if bare and is_fp8 else y).to(out_dtype)
 
 
-def _scaled_mm(a8: Quantized, b8: Quantized, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """gemm_nt on FP8 tensor cores by way of torch: tensor or row scales, K and N padded to 16s."""
-    (M, K), N = a8.q.shape, b8.q.shape[0]
-    a = F.pad(a8.q.view(torch.uint8), (0, -K % 16)).view(a8.q.dtype).contiguous()
-    b = F.pad(b8.q.view(torch.uint8), (0, -K % 16, 0, -N % 16)).view(b8.q.dtype).contiguous()
-    if a8.s.numel() == 1 and b8.s.numel() == 1:
-        how, s_a, s_b = F.ScalingType.TensorWise, a8.s.reshape(()), b8.s.reshape(())
-    else:
-        how, s_a = F.ScalingType.RowWise, a8.s.flatten().expand(M).contiguous()[:, None]
-        s_b = F.pad(b8.s.flatten().expand(N), (0, -N % 16), value=1.0)[None]
-    y = F.scaled_mm(a, b.t(), s_a, how, s_b, how, output_dtype=out_dtype, use_fast_accum=fast_accum)
-    return y[:, :N]
-
-
 # ------------------------------------------------------------------------------------------------
 # 6. FP8 linear
 #
@@ -447,6 +447,13 @@ def _scaled_mm(a8: Quantized, b8: Quantized, out_dtype: torch.dtype, fast_accum:
 #     w8_t    (K, N)   1 + scales         dgrad contracts N; cast together with w8
 #
 # dw is added to an fp32 .grad, never rounded to 16 bits. db is the column sum of g before its cast.
+
+
+def record(seen: Tensor, *copies: Quantized | None):
+    """seen = max(seen, amax): the same however often it runs, so that micro-batches and recomputed
+    activations need no special case. NaN and inf are never recorded."""
+    amax = next((c.amax.amax() for c in copies if c is not None and c.amax is not None), seen)
+    seen.copy_(torch.where(amax.isfinite(), torch.maximum(seen, amax), seen))
 
 
 class FP8Matmul(torch.autograd.Function):
@@ -502,13 +509,6 @@ class FP8Matmul(torch.autograd.Function):
             dw = dw * fold
         db = g.float().sum(0) if ctx.has_bias else None
         return dx, dw, db, *[None] * 7
-
-
-def record(seen: Tensor, *copies: Quantized | None):
-    """seen = max(seen, amax): the same however often it runs, so that micro-batches and recomputed
-    activations need no special case. NaN and inf are never recorded."""
-    amax = next((c.amax.amax() for c in copies if c is not None and c.amax is not None), seen)
-    seen.copy_(torch.where(amax.isfinite(), torch.maximum(seen, amax), seen))
 
 
 class FP8Linear(nn.Linear):
@@ -733,6 +733,12 @@ class GELUMLP(nn.Module):
         return self.w3(F.gelu(self.w1(x), approximate="tanh"))
 
 
+def rotate(x, cos, sin):
+    """Rotary positions: pairs (i, i + D/2) of x (B, H, T, D) turn by angles that grow with T."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
 class Attention(nn.Module):
     def __init__(self, c: GPTConfig, layer: int):
         super().__init__()
@@ -750,12 +756,6 @@ class Attention(nn.Module):
         grouped = self.n_kv < self.n_head  # several query heads share a key head
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return self.wo(y.transpose(1, 2).reshape(B, T, C))
-
-
-def rotate(x, cos, sin):
-    """Rotary positions: pairs (i, i + D/2) of x (B, H, T, D) turn by angles that grow with T."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -867,6 +867,9 @@ class GPT(nn.Module):
 # nearest: stochastic rounding moves it in the mean.
 
 
+MASTERS = {"fp32": None, "fp16": FP16, "fp8": E4M3}
+
+
 class FP8Adam(torch.optim.Optimizer):
     """AdamW (decoupled weight decay) whose moments are stored in 8 bits; 2 bytes and scales a
     parameter instead of 8.
@@ -935,9 +938,6 @@ class FP8Adam(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for p, state in self.state.items():  # super() has cast the codes to p's dtype
             state |= {k: state[k].to(t.dtype) for k, t in blanks[p].items()}
-
-
-MASTERS = {"fp32": None, "fp16": FP16, "fp8": E4M3}
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list:

@@ -12,6 +12,7 @@ Every field of the block below is a flag (--batch-size 16) and, in an arm, an ov
 import argparse
 import contextlib
 import difflib
+import functools
 import json
 import math
 import os
@@ -116,6 +117,8 @@ CHOICES = dict(
 )  # fmt: skip
 FROM_ZERO = ["seed", "threads", "bf16_first", "bf16_last", "warmup"]  # other counts are from 1 on
 BELOW_ONE = ["beta1", "beta2"]
+BOOLS = {"true": True, "1": True, "false": False, "0": False}
+PARSE = {"int": int, "float": float, "str": str, "bool": lambda text: BOOLS[text.lower()]}
 
 # ------------------------------------------------------------------------------------------------
 # Command line and arms
@@ -128,35 +131,26 @@ def similar(word, words):
 
 def convert(name, text):
     """The value of a field from its text; a UserError says what would do."""
-    kind = FIELDS[name].type
-    kind = kind.__name__ if isinstance(kind, type) else str(kind)
-    optional, kind = "None" in kind, kind.removesuffix(" | None")
+    kind = getattr(FIELDS[name].type, "__name__", str(FIELDS[name].type))
+    kind, optional = kind.removesuffix(" | None"), kind.endswith("None")
     if optional and text.lower() == "none":
         return None
     try:
-        parse = {"int": int, "float": float, "str": str, "bool": parse_bool}[kind]
-        value = parse(text)
+        value = PARSE[kind](text)
         if name in ("margin", "bias"):
             triple(text)
-    except ValueError as error:
-        wanted = {"int": "a whole number", "float": "a number"}.get(kind, str(error))
-        raise UserError(f"{name} takes {wanted}, not {text!r}") from None
+    except (ValueError, KeyError) as error:
+        wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+        raise UserError(f"{name} takes {wanted.get(kind, error)}, not {text!r}") from None
     if name in CHOICES and value not in CHOICES[name]:
         choices = [c for c in CHOICES[name] if c]
         raise UserError(f"{name} {text!r} is unknown{similar(text, choices)}: {', '.join(choices)}")
     if kind == "int" and value < (least := 0 if name in FROM_ZERO else 1):
         raise UserError(f"{name} counts from {least}, so it cannot be {text}")
-    if kind == "float" and not (0 <= value < (1 if name in BELOW_ONE else math.inf)):
+    least = 1e-30 if name == "loss_scale" else 0
+    if kind == "float" and not least <= value < (1 if name in BELOW_ONE else math.inf):
         raise UserError(f"{name} cannot be {text}")
-    if name == "loss_scale" and value == 0:
-        raise UserError("loss_scale cannot be 0")
     return value
-
-
-def parse_bool(text):
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise ValueError("true or false")
-    return text.lower() in ("true", "1")
 
 
 def triple(text):
@@ -186,11 +180,8 @@ def parse_arm(text):
 def parse_command_line(argv):
     """-> (the fields that were given, the other options). Help comes from the block above."""
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", Path(__file__).read_text(), re.M))
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
 
     def error(message):
         raise UserError(message)
@@ -211,15 +202,20 @@ def parse_command_line(argv):
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [o for a in parser._actions for o in a.option_strings]
-        raise UserError(
-            f"unknown argument {unknown[0]!r}{similar(unknown[0].split('=')[0], flags)}"
-        )
+        near = similar(unknown[0].split("=")[0], flags)
+        raise UserError(f"unknown argument {unknown[0]!r}{near}; --help lists all")
     given = {n: convert(n, v) for n in FIELDS if (v := getattr(args, n)) is not None}
     if not re.fullmatch(r"[1-9]\d{0,3}", args.seeds):
         raise UserError(f"seeds takes a number from 1 on, not {args.seeds!r}")
     args.seeds = int(args.seeds)
     if sum(map(bool, (args.compare, args.bench, args.resume))) > 1:
         raise UserError("--compare, --bench and --resume are three commands: choose one")
+    if args.sample and (args.compare or args.bench):
+        raise UserError("--sample goes with a single run")
+    if "recipe" in given and (args.compare or args.bench):
+        raise UserError(
+            "--recipe goes with a single run: --compare names its arms, --bench has all"
+        )
     if args.seeds > 1 and not args.compare:
         raise UserError("--seeds repeats a comparison: give it with --compare")
     return given, args
@@ -228,8 +224,9 @@ def parse_command_line(argv):
 def warn_ignored(c, given, label=""):
     """Say which of the given fields this configuration does not read."""
     recipe = RECIPES[c.recipe]
-    fp8 = c.recipe != "bf16"
-    reads = {n: fp8 for n in RECIPE_FIELDS + ["w3", "head", "bf16_first", "bf16_last"]}
+    reads = {
+        n: c.recipe != "bf16" for n in RECIPE_FIELDS + ["w3", "head", "bf16_first", "bf16_last"]
+    }
     reads |= {n: recipe.amax == "history" for n in ("amax_history_len", "amax_compute_algo")}
     reads |= {"bias": recipe.amax == "constant"}
     reads |= {n: c.optimizer == "fp8adam" for n in FP8ADAM_FIELDS}
@@ -274,15 +271,14 @@ def pick_device(name):
 def machine(device_line):
     """What a number needs beside it: machine, versions, commit, date."""
     git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        commit = ""
+    has_git = shutil.which("git") is not None
+    commit = has_git and subprocess.run(git, capture_output=True, text=True).stdout.strip()
     versions = dict(python=platform.python_version(), torch=torch.__version__, commit=commit)
     cpu = f"{platform.machine()}, {os.cpu_count()} cores"
     return dict(device=device_line, cpu=cpu, date=time.strftime("%Y-%m-%d"), **versions)
 
 
+@functools.cache
 def can_compile(device):
     """Whether torch.compile works here; if not, say so once and go on without it."""
     try:
@@ -294,35 +290,36 @@ def can_compile(device):
         return False
 
 
-def sync(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 # ------------------------------------------------------------------------------------------------
 # An arm: a configuration with its model, its optimizer and its step
+
+
+def model_config(c, vocab_size):
+    """The GPTConfig of a configuration, its recipe with the fields that were given."""
+    changed = {n: v for n in RECIPE_FIELDS if (v := getattr(c, n)) is not None}
+    changed |= {n: triple(changed[n]) for n in ("margin", "bias") if n in changed}
+    model = {n: v for n in MODEL_FIELDS if (v := getattr(c, n)) is not None}
+    try:
+        recipe = replace(RECIPES[c.recipe], **changed)
+        return GPTConfig(vocab_size=vocab_size, recipe=recipe, **model)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 class Arm:
     def __init__(self, c, corpus, device):
         self.c, self.corpus, self.device, self.step, self.skipped = c, corpus, device, 0, 0
-        changed = {n: v for n in RECIPE_FIELDS if (v := getattr(c, n)) is not None}
-        changed |= {n: triple(changed[n]) for n in ("margin", "bias") if n in changed}
-        model = {n: v for n in MODEL_FIELDS if (v := getattr(c, n)) is not None}
+        config = model_config(c, corpus.vocab_size)
         torch.manual_seed(c.seed)
         try:
-            self.recipe = replace(RECIPES[c.recipe], **changed)
-            config = GPTConfig(vocab_size=corpus.vocab_size, recipe=self.recipe, **model)
-            self.model = GPT(config).to(device)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+            self.recipe, self.model = config.recipe, GPT(config).to(device)
+        except RuntimeError as error:  # torch's word for a lack of memory
+            raise UserError(f"this model does not fit: {str(error).splitlines()[0]}") from None
         groups, betas = fp8gpt.param_groups(self.model, c.weight_decay), (c.beta1, c.beta2)
         if c.optimizer == "fp8adam":
-            formats = dict(m_fmt=FORMATS[c.m_fmt], v_fmt=FORMATS[c.v_fmt], block=c.adam_block)
-            stochastic = c.stochastic_rounding
-            self.optimizer = FP8Adam(
-                groups, c.lr, betas, stochastic_rounding=stochastic, master=c.master, **formats
-            )
+            fp8 = dict(m_fmt=FORMATS[c.m_fmt], v_fmt=FORMATS[c.v_fmt], block=c.adam_block)
+            fp8 |= dict(stochastic_rounding=c.stochastic_rounding, master=c.master)
+            self.optimizer = FP8Adam(groups, c.lr, betas, **fp8)
         else:
             self.optimizer = torch.optim.AdamW(groups, c.lr, betas, fused=True)
         if c.compile and can_compile(device):
@@ -371,10 +368,8 @@ class Arm:
             what = "gradient" if math.isfinite(loss) else "loss"
             print(f"step {self.step + 1}: the {what} is not finite: skipped, nothing was changed")
         if self.skipped >= c.max_skips:
-            raise UserError(
-                f"{c.recipe}: step {self.step + 1} was not finite {self.skipped} times in a row;"
-                " stopped, the weights are those before it. Try a lower --lr or another --recipe"
-            )
+            times = f"step {self.step + 1} was not finite {self.skipped} times in a row, stopped"
+            raise UserError(f"{times}; the weights are those before it: try another recipe or lr")
         return loss, norm
 
     @torch.no_grad()
@@ -431,25 +426,7 @@ def load_checkpoint(directory):
         state = torch.load(path, map_location="cpu", weights_only=True)
         return state, Config(**state["config"])
     except Exception as error:  # cut short, foreign, not a zip: torch has many errors for it
-        kind = type(error).__name__
-        raise UserError(f"{path} is not a checkpoint of this train.py ({kind})") from None
-
-
-class Interrupt:
-    """Inside `with Interrupt() as stop`, Ctrl-C sets stop.asked; a second one ends the program."""
-
-    asked = False
-
-    def __enter__(self):
-        self.before = signal.signal(signal.SIGINT, self.ask)
-        return self
-
-    def ask(self, *_):
-        self.asked = True
-        signal.signal(signal.SIGINT, self.before)
-
-    def __exit__(self, *_):
-        signal.signal(signal.SIGINT, self.before)
+        raise UserError(f"{path} is no checkpoint of train.py: {type(error).__name__}") from None
 
 
 def fit(arm, out, label):
@@ -461,32 +438,36 @@ def fit(arm, out, label):
     tokens = c.batch_size * c.block_size * c.accum
     quiet = not sys.stderr.isatty()
     bar = tqdm(total=c.steps, initial=arm.step, desc=label, disable=quiet, dynamic_ncols=True)
+    stop, before = [], signal.getsignal(signal.SIGINT)  # Ctrl-C fills it; a second one ends all
+    signal.signal(signal.SIGINT, lambda *_: stop.append(signal.signal(signal.SIGINT, before)))
     arm.model.train()
-    with Interrupt() as stop, open(out / "steps.jsonl", "a" if arm.step else "w") as log, bar:
-        while arm.step < c.steps and not stop.asked:
+    with open(out / "steps.jsonl", "a" if arm.step else "w") as log, bar:
+        while arm.step < c.steps and not stop:
             start, lr = time.perf_counter(), arm.lr()
             loss, norm = arm.train_step()
             seconds = time.perf_counter() - start
             if arm.skipped:
                 continue
             row = dict(step=arm.step, loss=loss, grad_norm=norm, lr=lr, seconds=seconds)
-            bar.set_postfix_str(f"loss {loss:.3f}, {tokens / seconds:,.0f} tokens/s")
+            speed = f"{tokens / seconds:,.0f} tokens/s"
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed}")
             bar.update()
-            if arm.step % c.eval_every == 0 or arm.step == c.steps or stop.asked:
+            if arm.step % c.eval_every == 0 or arm.step == c.steps:
                 row["val_loss"] = arm.evaluate()
                 arm.save(out / "ckpt.pt")
                 if quiet:
-                    print(
-                        f"{label}: step {arm.step}/{c.steps}, loss {loss:.4f},"
-                        f" val loss {row['val_loss']:.4f}, {tokens / seconds:,.0f} tokens/s",
-                        flush=True,
-                    )
+                    losses = f"loss {loss:.4f}, val loss {row['val_loss']:.4f}"
+                    print(f"{label}: step {arm.step}/{c.steps}, {losses}, {speed}", flush=True)
             rows.append(row)
             log.write(json.dumps(row) + "\n")
             log.flush()
-    if stop.asked:
-        print(f"interrupted at step {arm.step}: going on with what is there")
-    return rows, stop.asked
+    signal.signal(signal.SIGINT, before)
+    if stop:
+        print(f"interrupted at step {arm.step}: evaluating what is there")
+    if rows and "val_loss" not in rows[-1]:
+        rows[-1]["val_loss"] = arm.evaluate()
+        arm.save(out / "ckpt.pt")
+    return rows, bool(stop)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -569,17 +550,15 @@ def plot(curves, path):
     several = len(curves) > 1
     figure, axes = plt.subplots(1, 1 + several, figsize=(5.5 + 5.5 * several, 4), squeeze=False)
     k = max(1, len(curves[0][1]) // 15)  # steps in the running mean
-
-    def mean(values):
-        return np.convolve(values, np.ones(k) / k, "valid")
-
-    base = np.array(curves[0][1])
+    mean, base = np.ones(k) / k, np.array(curves[0][1])
     for i, (name, losses) in enumerate(curves):
-        losses, style = np.array(losses), dict(color=f"C{i % 10}", lw=1.3, label=name)
-        axes[0, 0].plot(np.arange(k, len(losses) + 1), mean(losses), **style)
+        style = dict(color=f"C{i % 10}", lw=1.3, label=name)
+        smooth = np.convolve(losses, mean, "valid")
+        axes[0, 0].plot(np.arange(k, k + len(smooth)), smooth, **style)
         n = min(len(base), len(losses))
         if i and n >= k:
-            axes[0, 1].plot(np.arange(k, n + 1), mean(losses[:n] - base[:n]), **style)
+            smooth = np.convolve(losses[:n] - base[:n], mean, "valid")
+            axes[0, 1].plot(np.arange(k, k + len(smooth)), smooth, **style)
     axes[0, 0].set(title=f"training loss, mean of {k} steps", ylabel="nats a token")
     if several:
         axes[0, 1].axhline(0, color="C0", lw=1.3, label=curves[0][0])
@@ -617,23 +596,20 @@ def announce(arm, device_line):
     where, why = fp8gpt.choose_backend(r, arm.device)
     tiles = " ".join(f"{a or 'all'}x{b or 'all'}" for a, b in (r.x_tile, r.w_tile, r.g_tile))
     formats = "/".join(f.name for f in (r.x_fmt, r.w_fmt, r.g_fmt))
-    moments = f"{c.m_fmt}/{c.v_fmt} moments, {c.master} weights"
-    moments = moments if c.optimizer == "fp8adam" else "fp32 moments and weights"
+    kept = f"{c.m_fmt}/{c.v_fmt} moments, {c.master} weights"
+    kept = kept if c.optimizer == "fp8adam" else "fp32 moments and weights"
     print(f"machine  {device_line}; torch {torch.__version__}")
     print(f"model    {c.family}, {arm.model.num_params():,} parameters")
     print(f"recipe   {r.name}: x/w/g {formats}, tiles {tiles}, amax {r.amax}, scales {r.rounding}")
     print(f"GEMMs    {where}: {why}")
-    if r.name == "mxfp8" and arm.device.type == "cuda":
-        print("         right numbers, slower than BF16; for speed use current or delayed")
-    kinds = {}
+    linears = {}
     for name, m in arm.model.named_modules():
         if isinstance(m, FP8Linear):
-            block, _, kind = name.removeprefix("blocks.").partition(".")
-            kinds.setdefault((m.recipe.name, kind or block), []).append(block)
-    for name in dict.fromkeys(recipe for recipe, _ in kinds):
-        linears = (f"{k} of blocks {','.join(b)}" for (r, k), b in kinds.items() if r == name)
-        print(f"linears  {name}: " + "; ".join(linears).replace(" of blocks lm_head", ""))
-    print(f"optim    {c.optimizer}, {moments}")
+            linears.setdefault(m.recipe.name, []).append(name.removeprefix("blocks."))
+    for recipe, names in linears.items():
+        print(f"linears  {recipe}: {' '.join(names)}")
+    size = f"{c.accum} x {c.batch_size} x {c.block_size} tokens"
+    print(f"optim    {c.optimizer}, {kept}; steps {arm.step + 1} to {c.steps} of {size}")
 
 
 def train(c, given, args, device, device_line):
@@ -651,38 +627,38 @@ def train(c, given, args, device, device_line):
     if state:
         arm.restore(state)
     announce(arm, device_line)
-    size = f"{c.accum} x {c.batch_size} x {c.block_size} tokens"
-    print(f"steps    {arm.step + 1} to {c.steps}, of {size}")
     start = time.perf_counter()
     rows, _ = fit(arm, out, c.recipe)
     if not rows:
         return
-    speed = throughput(rows, c)
-    report = dict(step=arm.step, val_loss=rows[-1].get("val_loss"), tokens_per_s=speed)
-    report |= dict(mfu=flops_utilisation(arm, speed), memory_bytes=memory(arm))
-    report |= dict(seconds=time.perf_counter() - start, config=asdict(c))
+    speed, val_loss, seconds = (
+        throughput(rows, c),
+        rows[-1]["val_loss"],
+        time.perf_counter() - start,
+    )
+    used, size = flops_utilisation(arm, speed), memory(arm)
+    report = dict(step=arm.step, val_loss=val_loss, tokens_per_s=speed, mfu=used, seconds=seconds)
+    report |= dict(memory_bytes=size, config=asdict(c))
     write_json(out / "run.json", report | dict(machine=machine(device_line)))
     plot([(c.recipe, [r["loss"] for r in rows])], out / "loss.png")
-    print(
-        f"result   val loss {report['val_loss']:.4f}, {speed:,.0f} tokens/s,"
-        f" MFU {'n/a' if report['mfu'] is None else format(report['mfu'], '.1%')},"
-        f" {report['memory_bytes'] / 1e6:.0f} MB, {report['seconds']:.0f} s; see {out}/"
-    )
+    share = "n/a" if used is None else f"{used:.1%}"
+    numbers = f"{speed:,.0f} tokens/s, MFU {share}, {size / 1e6:.0f} MB, {seconds:.0f} s"
+    print(f"result   val loss {val_loss:.4f}, {numbers}; see {out}/")
     print("sample   " + repr(arm.sample(args.sample)))
 
 
 def compare(c, given, args, device, device_line):
     """Arms on the same seed, initial weights and batches: one table, one file, one picture."""
-    if len({*args.compare}) < len(args.compare):
-        raise UserError("an arm stands twice in --compare")
     arms = []
     for text in args.compare:
         overrides = parse_arm(text)
+        if text in (a["name"] for a in arms):
+            raise UserError(f"arm {text!r} stands twice in --compare")
         arms.append(dict(name=text, config=replace(c, **overrides), val_losses=[], speeds=[]))
         warn_ignored(arms[-1]["config"], given | overrides, f"arm {text}: ")
     corpus = Corpus(c.data, c.tokenizer, c.block_size)
     for a in arms:  # every mistake of an arm is found before the first one is trained
-        Arm(a["config"], corpus, device)
+        model_config(a["config"], corpus.vocab_size)
     print(f"machine  {device_line}; torch {torch.__version__}")
     stopped = False
     for seed in range(c.seed, c.seed + args.seeds):
@@ -693,11 +669,9 @@ def compare(c, given, args, device, device_line):
                 torch.cuda.reset_peak_memory_stats(device)
             config = replace(a["config"], seed=seed)
             arm = Arm(config, corpus, device)
-            name = re.sub(r"[^\w.,=-]", "_", a["name"])
-            rows, stopped = fit(
-                arm, make_dir(Path(c.out) / "compare" / f"{name}-{seed}"), a["name"]
-            )
-            if not rows or "val_loss" not in rows[-1]:
+            run = re.sub(r"[^\w.,=-]", "_", a["name"]) + f"-{seed}"
+            rows, stopped = fit(arm, make_dir(Path(c.out) / "compare" / run), a["name"])
+            if not rows:
                 continue
             a["val_losses"].append(rows[-1]["val_loss"])
             a["speeds"].append(throughput(rows, config))
@@ -713,10 +687,8 @@ def compare(c, given, args, device, device_line):
         pairs = zip(a["val_losses"], arms[0]["val_losses"])
         a["difference"] = statistics.mean(x - y for x, y in pairs)
         health = a.pop("health")
-        a["underflow"], a["clip"] = (
-            statistics.mean(h[k] for h in health.values()) if health else 0.0
-            for k in ("underflow", "clip")
-        )  # fmt: skip
+        for k in ("underflow", "clip"):
+            a[k] = statistics.fmean(h[k] for h in health.values()) if health else 0.0
         a["worst"] = min(health, key=lambda n: health[n]["sqnr"], default=None)
         a["worst_sqnr"] = health[a["worst"]]["sqnr"] if health else None
     out = Path(c.out) / "compare"
@@ -724,14 +696,13 @@ def compare(c, given, args, device, device_line):
     plot([(a["name"], a["losses"]) for a in arms], out / "compare.png")
     seeds = f", mean and standard deviation of {args.seeds} seeds" if args.seeds > 1 else ""
     print(f"\n{c.steps} steps{seeds}; nats a token; differences to {arms[0]['name']}\n")
-    header = "arm|val loss|differs|tokens/s|MB|underflow|clip|worst SQNR"
-    table = [header.split("|")]
+    table = ["arm|val loss|differs|tokens/s|MB|underflow|clip|worst SQNR".split("|")]
     for a in arms:
         spread = "" if a["spread"] is None else f" ± {a['spread']:.4f}"
         row = [a["name"], f"{a['val_loss']:.4f}{spread}", f"{a['difference']:+.4f}"]
         row += [f"{a['tokens_per_s']:,.0f}", f"{a['memory_bytes'] / 1e6:.0f}"]
         row += [f"{a['underflow']:.3%}", f"{a['clip']:.3%}"]
-        table.append(row + [f"{a['worst_sqnr']:.1f} dB, {a['worst']}" if health else "n/a"])
+        table.append(row + [f"{a['worst_sqnr']:.1f} dB, {a['worst']}" if a["worst"] else "n/a"])
     print_table(table)
     print(f"\nsee {out}/compare.json and {out}/compare.png")
 
@@ -742,6 +713,11 @@ def print_table(rows):
     rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
     for row in rows:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
+
+
+def sync(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager
@@ -772,9 +748,8 @@ def bench(c, device, device_line, rounds=9):
     precision: BF16 on a GPU; on a CPU fp32, with no rounding anywhere."""
     corpus = Corpus(c.data, c.tokenizer, c.block_size)
     arms = {name: Arm(replace(c, recipe=name), corpus, device) for name in RECIPES}
-    base = "bf16"
-    if device.type == "cpu":
-        base = "fp32"
+    base = "fp32" if device.type == "cpu" else "bf16"
+    if base == "fp32":
         arms = {base: Arm(replace(c, recipe="bf16"), corpus, device), **arms}
         for m in arms[base].model.modules():
             if isinstance(m, FP8Linear):
@@ -823,5 +798,7 @@ def main(argv):
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except UserError as error:
+    except (UserError, OSError) as error:
         sys.exit(print(f"train.py: {error}", file=sys.stderr) or 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
