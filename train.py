@@ -201,8 +201,7 @@ def parse_command_line(argv):
     argv = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), a) for a in argv]
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = [o for a in parser._actions for o in a.option_strings]
-        near = similar(unknown[0].split("=")[0], flags)
+        near = similar(unknown[0].split("=")[0], parser._option_string_actions)
         raise UserError(f"unknown argument {unknown[0]!r}{near}; --help lists all")
     given = {n: convert(n, v) for n in FIELDS if (v := getattr(args, n)) is not None}
     if not re.fullmatch(r"[1-9]\d{0,3}", args.seeds):
@@ -213,9 +212,7 @@ def parse_command_line(argv):
     if args.sample and (args.compare or args.bench):
         raise UserError("--sample goes with a single run")
     if "recipe" in given and (args.compare or args.bench):
-        raise UserError(
-            "--recipe goes with a single run: --compare names its arms, --bench has all"
-        )
+        raise UserError("--recipe goes with a single run; --compare names its arms")
     if args.seeds > 1 and not args.compare:
         raise UserError("--seeds repeats a comparison: give it with --compare")
     return given, args
@@ -271,8 +268,9 @@ def pick_device(name):
 def machine(device_line):
     """What a number needs beside it: machine, versions, commit, date."""
     git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    has_git = shutil.which("git") is not None
-    commit = has_git and subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    commit = (
+        shutil.which("git") and subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    )
     versions = dict(python=platform.python_version(), torch=torch.__version__, commit=commit)
     cpu = f"{platform.machine()}, {os.cpu_count()} cores"
     return dict(device=device_line, cpu=cpu, date=time.strftime("%Y-%m-%d"), **versions)
@@ -391,11 +389,10 @@ class Arm:
 
     def save(self, path):
         """Write aside, then rename: a checkpoint is whole or not there."""
-        state = dict(config=asdict(self.c), step=self.step, rng=torch.get_rng_state())
+        generator = torch.cuda if self.device.type == "cuda" else torch  # rounds stochastically
+        state = dict(config=asdict(self.c), step=self.step, rng=generator.get_rng_state())
         state |= dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
         state |= dict(tokenizer=self.corpus.tokenizer, vocab_size=self.corpus.vocab_size)
-        if self.device.type == "cuda":
-            state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
         try:
             torch.save(state, path.with_suffix(".tmp"))
             os.replace(path.with_suffix(".tmp"), path)
@@ -412,9 +409,7 @@ class Arm:
         except (RuntimeError, ValueError, KeyError) as error:
             raise UserError(f"the checkpoint does not fit: {str(error).splitlines()[0]}") from None
         self.step = state["step"]
-        torch.set_rng_state(state["rng"])
-        if self.device.type == "cuda" and "cuda_rng" in state:
-            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        (torch.cuda if self.device.type == "cuda" else torch).set_rng_state(state["rng"])
 
 
 def load_checkpoint(directory):
@@ -424,7 +419,9 @@ def load_checkpoint(directory):
         raise UserError(f"there is no checkpoint at {path}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        return state, Config(**state["config"])
+        if {"model", "optimizer", "step", "rng", "tokenizer", "vocab_size"} <= state.keys():
+            return state, Config(**state["config"])
+        raise ValueError
     except Exception as error:  # cut short, foreign, not a zip: torch has many errors for it
         raise UserError(f"{path} is no checkpoint of train.py: {type(error).__name__}") from None
 
@@ -476,7 +473,7 @@ def fit(arm, out, label):
 
 def throughput(rows, c):
     """Tokens a second, by the median step after the first few."""
-    seconds = statistics.median(r["seconds"] for r in rows[min(3, len(rows) - 1) :])
+    seconds = statistics.median(r["seconds"] for r in rows[3:] or rows)
     return c.batch_size * c.block_size * c.accum / seconds
 
 
@@ -770,8 +767,7 @@ def bench(c, device, device_line, rounds=9):
                 times[name].append(parts)
     unit = statistics.median(t["step"] for t in times[base])
     print(f"machine  {device_line}; torch {torch.__version__}{', compiled' if c.compile else ''}")
-    size = f"{c.batch_size} x {c.block_size} tokens"
-    print(f"model    {arms[base].model.num_params():,} parameters, {size}")
+    print(f"model    {arms[base].model.num_params():,} parameters, {c.batch_size} x {c.block_size}")
     print(f"unit     a step in {base}: {1e3 * unit:.0f} ms; medians of {rounds}, interleaved\n")
     columns = [p for p in ("step", "quantise", "GEMM", "optimizer") if p in times[base][0]]
     rows = [["recipe", *columns]]

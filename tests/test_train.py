@@ -1,0 +1,429 @@
+"""train.py as a user runs it: commands, resume, faults, and mistakes on the command line."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from data.prepare import Corpus, UserError, prepare
+from fp8gpt import RECIPES
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 4 --eval-batches 2".split()
+SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, eval_batches=2, warmup=3)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A prepared directory of a few kilobytes."""
+    root = tmp_path_factory.mktemp("corpus")
+    source = "".join(p.read_text() for p in sorted((ROOT / "data").glob("*.py")))
+    (root / "text.txt").write_text(source)
+    prepare("file", root / "text.txt", out=root / "text")
+    return root / "text"
+
+
+def run(*args, **kwargs):
+    command = [sys.executable, ROOT / "train.py", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+
+
+def arm(text, **changes):
+    c = replace(train.Config(data=str(text), steps=20), **SMALL | changes)
+    corpus = Corpus(c.data, c.tokenizer, c.block_size, say=lambda line: None)
+    return train.Arm(c, corpus, torch.device("cpu"))
+
+
+def state_of(a):
+    """Everything that outlives a step."""
+    flat = {f"model.{k}": v for k, v in a.model.state_dict().items()}
+    for i, s in a.optimizer.state_dict()["state"].items():
+        flat |= {f"optimizer.{i}.{k}": v for k, v in s.items()}
+    flat["rng"], flat["step"] = torch.get_rng_state(), torch.tensor(a.step)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return {k: v.clone().view(bits.get(v.itemsize, v.dtype)) for k, v in flat.items()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# Commands ----------------------------------------------------------------------------------------
+
+
+def test_a_run_prints_and_writes_what_it_promises(text, tmp_path):
+    out = run(
+        *TINY,
+        "--data",
+        text,
+        "--steps",
+        6,
+        "--eval-every",
+        3,
+        "--out",
+        tmp_path,
+        "--sample",
+        "def ",
+    )
+    assert out.returncode == 0 and not out.stderr, out.stderr
+    for words in (
+        "machine  CPU",
+        "GEMMs    emulated",
+        "linears  mxfp8: 0.attn.wqkv",
+        "bf16: lm_head",
+    ):
+        assert words in out.stdout
+    assert "fp32 moments" in out.stdout and "sample   'def " in out.stdout
+    result = re.search(r"val loss (\d\.\d+), [\d,]+ tokens/s, MFU n/a, \d+ MB", out.stdout)
+    report = json.loads((tmp_path / "mxfp8" / "run.json").read_text())
+    assert float(result[1]) == pytest.approx(report["val_loss"], abs=1e-4)
+    assert report["machine"]["torch"] == torch.__version__ and report["config"]["n_embd"] == 32
+    rows = [json.loads(line) for line in (tmp_path / "mxfp8" / "steps.jsonl").open()]
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6] and "val_loss" in rows[2]
+    assert (tmp_path / "mxfp8" / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    state = torch.load(tmp_path / "mxfp8" / "ckpt.pt", weights_only=True)
+    assert state["step"] == 6 and state["tokenizer"] == "bytes"
+
+
+def test_a_comparison_ends_in_a_table_a_file_and_a_picture(text, tmp_path):
+    arms = ["bf16", "current", "delayed,smooth=channel,optimizer=fp8adam", "mxfp8,w3=bf16"]
+    out = run(
+        *TINY, "--data", text, "--steps", 4, "--out", tmp_path, "--seeds", 2, "--compare", *arms
+    )
+    assert out.returncode == 0 and not out.stderr, out.stderr
+    report = json.loads((tmp_path / "compare" / "compare.json").read_text())
+    assert [a["name"] for a in report["arms"]] == arms
+    for a in report["arms"]:
+        assert len(a["val_losses"]) == 2 and a["spread"] > 0 and a["memory_bytes"] > 0
+        assert a["val_loss"] == pytest.approx(sum(a["val_losses"]) / 2)
+        assert 0 <= a["underflow"] <= 1 and 0 <= a["clip"] <= 1
+        assert abs(a["difference"]) < 0.05  # four steps from the same weights on the same batches
+        assert f"| {a['name']}" in out.stdout
+    assert report["arms"][0]["difference"] == 0 and report["arms"][0]["worst_sqnr"] > 50
+    assert 20 < report["arms"][3]["worst_sqnr"] < 32
+    assert (tmp_path / "compare" / "compare.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_bench_has_a_row_for_every_recipe(text):
+    out = run(*TINY, "--data", text, "--bench")
+    assert out.returncode == 0 and not out.stderr, out.stderr
+    rows = [line.split()[1] for line in out.stdout.splitlines() if line.startswith("| ")]
+    assert rows == ["recipe", "------", "fp32", *RECIPES] or rows[2:] == ["fp32", *RECIPES]
+
+
+def test_help_has_a_line_for_every_field():
+    out = run("--help")
+    assert out.returncode == 0
+    for name in train.FIELDS:
+        assert "--" + name.replace("_", "-") in out.stdout
+
+
+def test_arms_start_from_the_same_weights_and_batches(text):
+    a, b = arm(text, recipe="bf16"), arm(text, recipe="mxfp8", smooth="token", optimizer="fp8adam")
+    assert all(map(torch.equal, a.model.parameters(), b.model.parameters()))
+    assert torch.equal(a.batch("train", 1, 2, 3)[0], b.batch("train", 1, 2, 3)[0])
+    x, y = a.batch("val", 0, 0)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+
+
+# Resume and interruption -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("optimizer", ["adamw", "fp8adam"])
+def test_resume_is_exact(recipe, optimizer, text, tmp_path):
+    kind = dict(recipe=recipe, optimizer=optimizer, accum=2, stochastic_rounding=True)
+    straight = arm(text, **kind)
+    for _ in range(6):
+        straight.train_step()
+    first = arm(text, **kind)
+    for _ in range(3):
+        first.train_step()
+    first.save(tmp_path / "ckpt.pt")
+    torch.manual_seed(99)
+    state, c = train.load_checkpoint(tmp_path)
+    second = arm(text, **kind)
+    assert c == first.c
+    second.restore(state)
+    for _ in range(3):
+        second.train_step()
+    assert equal(state_of(straight), state_of(second))
+
+
+def test_ctrl_c_ends_with_evaluation_and_sample_and_the_run_goes_on(text, tmp_path):
+    flags = [*TINY, "--data", text, "--steps", 100000, "--out", tmp_path]
+    command = [sys.executable, ROOT / "train.py", *map(str, flags)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    rows = tmp_path / "mxfp8" / "steps.jsonl"
+    deadline = time.time() + 60
+    while not (rows.exists() and rows.read_text().count("\n") > 5) and time.time() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and not err, err
+    assert "interrupted at step" in out and "result   val loss" in out and "sample" in out
+    done = torch.load(tmp_path / "mxfp8" / "ckpt.pt", weights_only=True)["step"]
+    again = run("--resume", tmp_path / "mxfp8", "--steps", done + 3)
+    assert again.returncode == 0 and f"steps {done + 1} to {done + 3}" in again.stdout
+    steps = [json.loads(line)["step"] for line in rows.open()]
+    assert steps == list(range(1, done + 4))
+
+
+def test_a_bad_checkpoint_is_refused_with_a_sentence(text, tmp_path):
+    a = arm(text)
+    a.save(tmp_path / "ckpt.pt")
+    whole = (tmp_path / "ckpt.pt").read_bytes()
+    torch.save({"weights": 1}, tmp_path / "foreign.pt")
+    for data in (b"", whole[: len(whole) // 2], b"hello", (tmp_path / "foreign.pt").read_bytes()):
+        (tmp_path / "ckpt.pt").write_bytes(data)
+        with pytest.raises(UserError, match="no checkpoint of train.py"):
+            train.load_checkpoint(tmp_path)
+    (tmp_path / "ckpt.pt").write_bytes(whole)
+    state, _ = train.load_checkpoint(tmp_path)
+    for changes, says in (
+        (dict(n_embd=64), "does not fit"),
+        (dict(optimizer="fp8adam"), "another optimizer"),
+    ):
+        arm(text).train_step()
+        trained = arm(text)
+        trained.train_step()
+        trained.save(tmp_path / "ckpt.pt")
+        state, _ = train.load_checkpoint(tmp_path)
+        with pytest.raises(UserError, match=says):
+            arm(text, **changes).restore(state)
+    with pytest.raises(UserError, match="tokenizer|speaks"):
+        arm(text).restore(state | dict(tokenizer="gpt2"))
+
+
+# Faults ------------------------------------------------------------------------------------------
+
+
+def break_once(a, monkeypatch, at, bad=float("nan")):
+    """The forward of step `at` is multiplied by NaN or inf, the first time it runs."""
+    original, broken = a.model.forward, []
+
+    def forward(x, y):
+        logits, loss = original(x, y)
+        if a.model.training and a.step == at and not broken:
+            broken.append(True)
+            loss = loss * bad
+        return logits, loss
+
+    monkeypatch.setattr(a.model, "forward", forward)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "mxfp8"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_skipped_step_leaves_no_trace(recipe, bad, text, monkeypatch, capsys):
+    kind = dict(recipe=recipe, optimizer="fp8adam", stochastic_rounding=True, accum=2)
+    clean, faulty = arm(text, **kind), None
+    for _ in range(6):
+        clean.train_step()
+    expected = state_of(clean)
+    faulty = arm(text, **kind)
+    break_once(faulty, monkeypatch, at=3, bad=bad)
+    for i in range(7):
+        before = state_of(faulty)
+        faulty.train_step()
+        assert (faulty.skipped == 1) == (i == 3)
+        if i == 3:
+            assert equal(before, state_of(faulty))
+    assert "step 4: the loss is not finite" in capsys.readouterr().out
+    assert equal(state_of(faulty), expected)
+
+
+def test_a_gradient_that_overflows_is_skipped_and_then_stops_the_run(text, tmp_path):
+    a = arm(text, recipe="current", loss_scale=3e38)
+    before = state_of(a)
+    with pytest.raises(UserError, match="5 times in a row"):
+        for _ in range(10):
+            a.train_step()
+    assert equal(before, state_of(a))
+    out = run(*TINY, "--data", text, "--steps", 5, "--out", tmp_path, "--loss-scale", 3e38)
+    assert out.returncode == 2 and out.stderr.count("\n") == 1 and "not finite" in out.stdout
+
+
+def test_loss_scaling_by_a_power_of_two_changes_no_bit(text):
+    a, b = arm(text, recipe="mxfp8"), arm(text, recipe="mxfp8", loss_scale=2.0**12)
+    for _ in range(3):
+        assert a.train_step()[0] == b.train_step()[0]
+    assert all(map(torch.equal, a.model.parameters(), b.model.parameters()))
+
+
+def test_accumulation_equals_one_large_batch(text):
+    """In high precision, up to the order of additions in fp32."""
+    a = arm(text, recipe="bf16", batch_size=8)
+    b = arm(text, recipe="bf16", batch_size=4, accum=2)
+    x, y = a.batch("train", 0, 0)
+    a.model(x, y)[1].backward()
+    for part in (slice(0, 4), slice(4, 8)):
+        (b.model(x[part], y[part])[1] / 2).backward()
+    for p, q in zip(a.model.parameters(), b.model.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.02, atol=2e-4)  # g is rounded to BF16
+
+
+def test_memory_on_a_cpu_counts_parameters_moments_and_saved_tensors(text):
+    sizes = {}
+    for name, changes in (
+        ("adamw", {}),
+        ("fp8adam", dict(optimizer="fp8adam")),
+        ("checkpoint", dict(checkpoint=True)),
+    ):
+        a = arm(text, n_embd=64, **changes)
+        a.train_step()
+        sizes[name] = train.memory(a)
+        n = a.model.num_params()
+    assert sizes["adamw"] - sizes["fp8adam"] == pytest.approx(6 * n, rel=0.02)
+    assert 12 * n < sizes["checkpoint"] < sizes["adamw"]
+
+
+def test_operand_health_sees_every_operand_and_touches_nothing(text):
+    a = arm(text, recipe="delayed", smooth="channel")
+    a.train_step()
+    before = state_of(a)
+    health = train.operand_health(a)
+    assert equal(before, state_of(a)) and len(health) == 2 * 4 * 3
+    assert all(20 < h["sqnr"] < 40 for h in health.values())
+
+
+# Mistakes ----------------------------------------------------------------------------------------
+
+MISTAKES = [
+    ("--recipe mxfp9", "mxfp8"),
+    ("--recipe MXFP8", "did you mean mxfp8?"),
+    ("--stepz 3", "did you mean --steps?"),
+    ("--steps 0", "counts from 1"),
+    ("--steps 1e3", "a whole number"),
+    ("--lr nan", "cannot be nan"),
+    ("--lr -1", "cannot be -1"),
+    ("--lr", "expected one argument"),
+    ("--beta2 1", "cannot be 1"),
+    ("--loss-scale 0", "cannot be 0"),
+    ("--compile maybe", "true or false"),
+    ("--margin 1/2", "three as x/w/g"),
+    ("--smooth rows", "channel, token"),
+    ("--family gpt2 --smooth token", "family llama"),
+    ("--n-embd 65", "must divide"),
+    ("--n-embd 1000000000", "does not fit"),
+    ("--block-size 100000", "smaller --block-size"),
+    ("--data /no/such", "no file or directory"),
+    ("--device cuda", "--device cpu"),
+    ("--device mps", "--device cpu"),
+    ("--device toaster", "use cpu, cuda or auto"),
+    ("--resume /no/such", "no checkpoint at"),
+    ("--out /proc/nothing", "cannot write to"),
+    ("--seeds 2", "--compare"),
+    ("--compare bf16 --seeds 0", "from 1 on"),
+    ("--compare bf16 --bench", "choose one"),
+    ("--bench --recipe mxfp8", "single run"),
+    ("--compare bf16 --sample x", "single run"),
+    ("--compare", "at least one"),
+    ("--compare bf16 bf16", "stands twice"),
+    ("--compare bf16,foo=3", "not field=value"),
+    ("--compare bf16,smoth=token", "did you mean smooth?"),
+    ("--compare bf16,steps", "not field=value"),
+    ("--compare bf16,seed=3", "same for all arms"),
+    ("--compare bf16 current,n_head=3", "must divide"),
+    ("extra", "unknown argument"),
+]
+
+
+@pytest.mark.parametrize("flags, says", MISTAKES)
+def test_a_mistake_is_explained_in_one_sentence(flags, says, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--data", str(text), *flags.split()]
+    with pytest.raises(UserError) as error:
+        train.main(argv)
+    assert says in str(error.value) and "\n" not in str(error.value)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]  # nothing half-written
+
+
+def test_a_mistake_ends_with_exit_code_2_and_no_traceback(text, tmp_path):
+    for flags in (["--recipe", "mxfp9"], ["--data", text, "--out", text / "train.bin"]):
+        out = run(*flags, cwd=tmp_path)
+        assert out.returncode == 2 and out.stderr.count("\n") == 1
+        assert out.stderr.startswith("train.py: ")
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--recipe rowwise --amax-history-len 16", "recipe rowwise ignores amax_history_len = 16"),
+        ("--recipe bf16 --w3 bf16", "recipe bf16 ignores w3"),
+        ("--recipe current --bias 3", "ignores bias"),
+        ("--master fp16", "optimizer adamw ignores master"),
+        ("--compare bf16 delayed --amax_history_len 4", "arm bf16: recipe bf16 ignores"),
+    ],
+)
+def test_a_flag_that_nothing_reads_is_named(flags, says, text, tmp_path, capsys):
+    argv = [*TINY, "--data", str(text), "--steps", "1", "--out", str(tmp_path), *flags.split()]
+    train.main(argv)
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(warnings) == 1 and says in warnings[0]
+
+
+def test_recipe_fields_reach_the_recipe(text):
+    c = train.Config(recipe="amax", margin="1/2/0", rounding="floor", wgrad=False)
+    recipe = train.model_config(c, 256).recipe
+    assert recipe.margin == (1, 2, 0) and recipe.rounding == "floor" and not recipe.wgrad
+    c = train.Config(recipe="delayed", amax_history_len=7, amax_compute_algo="most_recent")
+    assert train.model_config(c, 256).recipe.amax_history_len == 7
+
+
+# Bare machines -----------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_compile_says_so_and_goes_on(text, tmp_path):
+    env = os.environ | dict(CXX="/no/compiler", PATH="/no", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    flags = [*TINY, "--data", text, "--steps", 2, "--out", tmp_path / "out", "--compile"]
+    out = run(*flags, env=env)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.count("compile  does not work here, going on without it") == 1
+
+
+def test_it_runs_without_triton_and_without_a_network(text, tmp_path):
+    block = (
+        "import sys, socket\n"
+        "for name in ('triton', 'torchao', 'gfloat', 'safetensors'): sys.modules[name] = None\n"
+        "def refuse(*a, **k): raise OSError('no network')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import train; train.main(sys.argv[1:])\n"
+    )
+    flags = [*TINY, "--data", text, "--steps", 2, "--out", tmp_path]
+    command = [sys.executable, "-c", block, *map(str, flags)]
+    out = subprocess.run(command, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+
+
+@pytest.mark.parametrize(
+    "cuda_build, says", [(None, "is a CPU build"), ("13.0", "finds no driver")]
+)
+def test_an_nvidia_gpu_that_torch_cannot_use_is_named(monkeypatch, cuda_build, says):
+    monkeypatch.setattr(train.shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(torch.version, "cuda", cuda_build)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    device, line = train.pick_device("auto")
+    assert device.type == "cpu" and says in line
+    with pytest.raises(UserError, match=says):
+        train.pick_device("cuda")
+
+
+def test_a_gpu_starts_from_its_own_preset_and_flags_win():
+    c = train.Config(**(train.GPU_PRESET | dict(n_layer=3)))
+    assert (c.n_embd, c.block_size, c.n_layer) == (2048, 2048, 3)
+    assert 5e8 < GPT_PARAMETERS(train.Config(**train.GPU_PRESET)) < 8e8
+
+
+def GPT_PARAMETERS(c):
+    with torch.device("meta"):
+        return train.GPT(train.model_config(c, 256)).num_params()
