@@ -22,7 +22,7 @@ the scale, cast. So a recipe is a row of a table (section 3), and the code below
     1 Formats    what 8 bits can say                     6 FP8 linear     the three GEMMs, labelled
     2 Scaling    amax, scale, quantize, dequantize       7 Smooth-SwiGLU  an outlier, tamed
     3 Recipes    the table                               8 GPT            GPT-2 or Llama
-    4 Health     how good is a quantised operand?        9 FP8 Adam       moments in one byte
+    4 Health     how good is a quantised operand?        9 FP8 Adam       one byte a moment
     5 GEMM       A . B^T on codes and scales            10 Where to go next
 
 Read it once with only the `bf16` row of the table in mind, then again. `python fp8gpt.py` prints
@@ -54,18 +54,18 @@ from torch.optim.adamw import adamw
 #
 # The grid is a ruler whose marks are twice as far apart in every next power of two:
 #
-#     near 1       0.875   0.9375   1       1.125    1.25     1.375    1.5
-#     E4M3     ------|-------|------|---------|--------|--------|--------|------
+#     near 1     0.875  0.9375    1           1.125        1.25        1.375         1.5
+#     E4M3     ----|-----|------|------------|------------|------------|------------|----
 #
-#     near 448      352     384     416      448  |  464 and beyond: nothing, so a cast must stop
-#     E4M3     ------|-------|-------|--------|   |  at 448 (it *saturates*)
+#     near 448     352           384           416           448
+#     E4M3     -----|-------------|-------------|-------------|   a cast stops here: it *saturates*
 #
 # so a number is right to a *relative* 2^-4 = 6.25 % (E5M2, with 2 mantissa bits: 12.5 %), from the
 # smallest normal number to the largest. E5M2 spends one bit more on range: gradients like that.
 #
 # Why not just cast? A gradient of 1e-5 is below half of E4M3's smallest number, 2^-9 = 0.00195: a
-# plain cast makes it 0. Multiplied by 2^24 first it is 167.8, which becomes 176 (the grid's step is
-# 16 there), and 176 / 2^24 = 1.049e-5: off by 4.9 %, but alive. The whole file is about that scale.
+# plain cast makes it 0. Multiplied by 2^24 first it is 167.8, which becomes 160 (the grid's step is
+# 16 there), and 160 / 2^24 = 9.54e-6: off by 4.6 %, but alive. The whole file is about that scale.
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def round_to(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
 
     Nearest, ties to even; beyond the largest number it saturates; NaN stays NaN and -0 stays -0.
     With `noise`, uniform in [0, 1), it rounds up with a probability equal to the fraction that is
-    cut off, so the mean is right: stochastic rounding. This function *is* the definition.
+    cut off, so the mean is right: stochastic rounding (-0 may become 0). This *is* the definition.
     """
     exponent = x.view(torch.int32) & 0x7F800000  # 2^floor(log2 |x|), as the bits of an fp32 number
     exponent = exponent.clamp(min=(fmt.emin + 127) << 23)  # below emin the grid is evenly spaced
@@ -113,8 +113,7 @@ def encode(x: Tensor, fmt: Format, stochastic: bool = False) -> Tensor:
 
 
 def decode(q: Tensor) -> Tensor:
-    """Codes -> fp32. There are only 256; on a CPU a table of them is 2.5 times faster than torch's
-    conversion from E4M3, which is the slow half of emulation."""
+    """Codes -> fp32. There are 256: on a CPU a table beats torch's slow conversion from E4M3."""
     if q.dtype is not torch.float8_e4m3fn or not q.is_cpu or torch.compiler.is_compiling():
         return q.float()
     if not q.is_contiguous() and q.dim() == 2 and q.t().is_contiguous():
@@ -136,8 +135,9 @@ def decode(q: Tensor) -> Tensor:
 #     |               |     +---------------+     +-------+-------+       |       |       |
 #     +---------------+     +---------------+     +-------+-------+       +-------+-------+
 #
-# A tile must lie along the contracted axis, or its scale could not leave the sum. And that axis
-# changes: fprop contracts the K of x (M, K), wgrad contracts its M. So x needs two copies,
+# A tile lies along the contracted axis, so that a tensor core can sum its products and then apply
+# the scale. And that axis changes: fprop contracts the K of x (M, K), wgrad its M. So x needs two
+# copies (`quantize_operand` makes them),
 #
 #     for fprop: tiles lie along K           for wgrad: tiles stand along M, then x is transposed
 #     +-------+-------+                      +--+--+--+--+
@@ -200,12 +200,11 @@ def encode_scale(amax: Tensor, fmt: Format, rounding="fp32", margin=0, max_expon
     rounding  "fp32": e = max / amax                    Transformer Engine, torchao
               "pow2": s = 2^ceil(log2(amax / max))      nothing clips: MXFP8, DeepGEMM, TE's blocks
               "floor": s = 2^(floor(log2 amax) - emax)  the OCP MX rule: the top may clip
-    margin    leaves 2^margin of headroom. max_exponent: e stays within 2^+-max_exponent; by default
-              just so far that s and e are normal fp32 numbers. amax = 0 gives 1.
+    margin    leaves 2^margin of headroom. max_exponent: before it, e is within 2^+-max_exponent; by
+              default just so far that s and e are normal fp32 numbers. amax = 0 gives 1.
     """
-    lowest, highest = fmt.max * 2.0**-max_exponent, fmt.max * 2.0**max_exponent
-    a = amax.clamp(min=lowest, max=min(highest, FP32.max))
-    top = torch.full_like(a, fmt.max)  # a tensor, because torch rounds number / tensor twice
+    a = amax.clamp(fmt.max * 2.0**-max_exponent, min(fmt.max * 2.0**max_exponent, FP32.max))
+    top = torch.full_like(a, fmt.max)  # number / tensor would be rounded twice
     if rounding == "fp32":
         e = top / a
     elif rounding == "pow2":
@@ -221,7 +220,7 @@ def quantize(
 ) -> Quantized:  # fmt: skip
     """Quantise x (R, C), any float dtype and strides, with one scale for each tile.
 
-    amax: scale by this instead of the tile's own largest magnitude (a tensor: where it is not 0). A
+    amax: scale by this instead of the tile's own largest magnitude (where it is positive). A
     tile that holds NaN or inf gets s = NaN, so its output is NaN and so is the loss: a cast alone
     would turn inf into a quiet 448. Raises ValueError unless x is a matrix with an element.
     """
@@ -251,8 +250,7 @@ def dequantize(x8: Quantized) -> Tensor:
 # ------------------------------------------------------------------------------------------------
 # 3. Recipes: one row each
 #
-# A tile is written for an operand whose last axis is contracted; None is the whole axis. Three
-# operands (x, w, g) take part in the three GEMMs, so most fields come in threes.
+# A tile is (rows, columns) of an operand whose columns are contracted; None is the whole axis.
 
 
 RECIPE_CHOICES = dict(
@@ -306,9 +304,10 @@ RECIPES = {
         Recipe("constant", amax="constant", rounding="pow2", bias=(3, 6, 16), g_fmt=E5M2),
         # FP8-AMAX (arXiv 2309.17224): a power of two from the amax; gradients keep 2^3 of headroom.
         Recipe("amax", rounding="pow2", margin=(0, 0, 3), max_exponent=31, g_fmt=E5M2),
-        # Transformer Engine's DelayedScaling: the scale of past steps, so a cast is a single pass.
+        # Transformer Engine's DelayedScaling: the amax of past steps, so a kernel needs one pass.
         Recipe("delayed", amax="history", g_fmt=E5M2),
-        # TE's Float8CurrentScaling, torchao's tensorwise: read twice, first for the amax.
+        # TE's Float8CurrentScaling, torchao's tensorwise: read twice, first for the amax. One scale
+        # couples all tokens: a later one can change how an earlier one is rounded.
         Recipe("current", g_fmt=E5M2),
         # torchao's rowwise: a scale for each token and each output channel.
         Recipe("rowwise", _ROW, _ROW, _ROW, rounding="pow2"),
@@ -392,10 +391,10 @@ def choose_backend(recipe: Recipe, device: torch.device) -> tuple:
         return "emulated", f"torch has no FP8 matrix units on {device.type}; decoded to fp32"
     if torch.cuda.get_device_capability(device) < (8, 9):
         return "emulated", "this GPU is older than Ada (sm_89); decoded to BF16"
-    if {recipe.x_tile[1], recipe.w_tile[1], recipe.g_tile[1]} != {None}:
+    if {recipe.x_tile, recipe.w_tile, recipe.g_tile} - {(None, None), (1, None)}:
         return "emulated", "right numbers, slower than BF16; for speed use current or delayed"
     if [recipe.x_fmt, recipe.w_fmt, recipe.g_fmt].count(E5M2) > 1:
-        return "emulated", "FP8 tensor cores take one E5M2 operand, not two; decoded to BF16"
+        return "emulated", "cuBLAS takes one E5M2 operand, not two; decoded to BF16"
     return "scaled_mm", "FP8 tensor cores"
 
 
@@ -418,19 +417,20 @@ def gemm_nt(
 ) -> Tensor:
     """A (M, K) . B (N, K)^T -> (M, N) in out_dtype, summed in fp32; any M, N, K >= 1.
     fast_accum: Hopper's tensor cores may keep the running sum in about 14 bits (scaled_mm only)."""
-    is_fp8 = a8.fmt.dtype.itemsize == 1
-    if backend == "scaled_mm" and is_fp8:
+    fp8 = {E4M3, E5M2}
+    if backend == "scaled_mm" and {a8.fmt, b8.fmt} <= fp8:
         return _scaled_mm(a8, b8, out_dtype, fast_accum)
-    bare = a8.tile[1] is None and b8.tile[1] is None  # the scales leave the sum
+    bare = {a8.tile, b8.tile} <= {(None, None), (1, None)}  # the scales leave the sum
     a, b = (t.q if bare else dequantize(t) for t in (a8, b8))
-    # BF16 holds every code, and every code times a power of two. A CPU multiplies BF16 20x slower.
-    fits_bf16 = a8.fmt is not FP32 and (bare or "fp32" not in (a8.rounding, b8.rounding))
+    # BF16 holds every FP8 code, also times a power of two. (A CPU is slow at BF16: there fp32.)
+    exact = bare or "fp32" not in (a8.rounding, b8.rounding)
     with torch.autocast(a.device.type, enabled=False):
-        if a.is_cuda and fits_bf16:
+        if a.is_cuda and exact and {a8.fmt, b8.fmt} <= fp8 | {BF16}:
             y = torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
         else:
             y = decode(a) @ decode(b).t()
-    return (y.mul_(a8.s * b8.s.t()) if bare and is_fp8 else y).to(out_dtype)
+    scaled = bare and not {a8.fmt, b8.fmt} <= {BF16, FP32}
+    return (y.mul_(a8.s * b8.s.t()) if scaled else y).to(out_dtype)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -463,20 +463,20 @@ class FP8Matmul(torch.autograd.Function):
     fold     None, or powers of two (K,) that move between the operands: y = (x / fold) . (w fold)^T
              (section 7). dgrad reads w unfolded: the folded w has small columns that underflow.
     w_cast   (w8, w8_t), if `weights_cast` has made them.
-    history  the amax of past steps for x, w and g, or three None; `seen` (3,) takes this step's.
+    history  the amax of past steps for x, w and g, or three None; `seen` (3,) collects this step's.
     """
 
     @staticmethod
-    def forward(ctx, x, w, bias, fold, w_cast, history, seen, recipe, backend, training):
+    def forward(ctx, x, w, bias, fold, w_cast, history, seen, recipe, backend, grad):
         h_x, h_w, h_g = history
-        copies = "both" if training else "first"
+        copies = "both" if grad else "first"
         if fold is None:
             x8, x8_t = quantize_operand(x, "x", recipe, h_x, copies)
             w8, w8_t = w_cast or quantize_operand(w, "w", recipe, h_w, copies)
         else:
             x8, x8_t = quantize_operand(x / fold, "x", recipe, h_x, copies)
             w8, _ = quantize_operand(w * fold, "w", recipe, h_w, "first")
-            _, w8_t = quantize_operand(w, "w", recipe, None, "second") if training else (None, None)
+            _, w8_t = quantize_operand(w, "w", recipe, None, "second") if grad else (None, None)
         if seen is not None:
             record(seen[0], x8, x8_t)
             record(seen[1], w8, w8_t if fold is None else None)
@@ -485,7 +485,7 @@ class FP8Matmul(torch.autograd.Function):
         y_dtype = x.dtype if bias is None else torch.float32
         y = gemm_nt(x8, w8, y_dtype, backend, fast_accum=True)
 
-        if training:
+        if grad:
             ctx.save_for_backward(x8_t.q, x8_t.s, w8_t.q, w8_t.s, fold)
             ctx.x8_t, ctx.w8_t = (t._replace(q=None, s=None, amax=None) for t in (x8_t, w8_t))
             ctx.recipe, ctx.backend, ctx.h_g, ctx.seen = recipe, backend, h_g, seen
@@ -514,7 +514,7 @@ class FP8Matmul(torch.autograd.Function):
 class FP8Linear(nn.Linear):
     """nn.Linear with its three GEMMs in the formats of a recipe: x (..., in) -> y (..., out).
 
-    The weight (out, in) and the bias stay fp32; y has x's dtype (under autocast, autocast's). With
+    The weight (out, in) and the bias are fp32; y has x's dtype (under autocast, autocast's). With
     amax="history" it holds `amax_history` (length, 3), newest first, for x, w and g; call
     `end_step(model)` once per optimizer step. Evaluation reads the history and never writes it.
     """
@@ -542,36 +542,35 @@ class FP8Linear(nn.Linear):
         newest = self.recipe.amax_compute_algo == "most_recent"
         return (self.amax_history[0].clone() if newest else self.amax_history.amax(0)).unbind()
 
-    def forward(self, x: Tensor, fold: Tensor | None = None, bias: bool = True) -> Tensor:
+    def forward(self, x: Tensor, fold: Tensor | None = None) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x has {x.shape[-1]} features, this layer takes {self.in_features}")
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        bias = self.bias if bias else None
         if x.numel() == 0:  # no tokens, no amax
-            return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            return F.linear(x.float(), self.weight, self.bias).to(x.dtype)
         grad = torch.is_grad_enabled()
         seen = self.amax_seen if self.recipe.amax == "history" and self.training and grad else None
         x2 = x.reshape(-1, self.in_features)  # (M, K)
         scaling = self.w_cast, self.history(), seen, self.recipe, self.backend, grad
-        y = FP8Matmul.apply(x2, self.weight, bias, fold, *scaling)  # (M, N)
+        y = FP8Matmul.apply(x2, self.weight, self.bias, fold, *scaling)  # (M, N)
         return y.view(*x.shape[:-1], self.out_features)
 
 
 @contextlib.contextmanager
 def weights_cast(model: nn.Module):
     """Cast every FP8Linear's weight once, for all the micro-batches of one optimizer step, and free
-    the copies at the end. There is no other weight cache: outside, every forward casts, so a change
-    is always seen. (A folded weight changes with each micro-batch and is left out.)"""
+    the copies at the end. Outside, every forward casts, so a change is always seen. Enter it in the
+    grad mode of the forwards. (Folded weights change with each micro-batch and are left out.)"""
     layers = [m for m in model.modules() if isinstance(m, FP8Linear) and not m.folds]
-    copies = "both" if torch.is_grad_enabled() else "first"
+    copies, before = "both" if torch.is_grad_enabled() else "first", [m.w_cast for m in layers]
     try:
         for m in layers:
             m.w_cast = quantize_operand(m.weight.detach(), "w", m.recipe, m.history()[1], copies)
         yield
     finally:
-        for m in layers:
-            m.w_cast = None
+        for m, w_cast in zip(layers, before):
+            m.w_cast = w_cast
 
 
 @torch.no_grad()
@@ -592,15 +591,14 @@ def end_step(model: nn.Module, keep: bool = True):
         m.amax_seen.zero_()
 
 
-# A linear from 4 features to 2 by hand: `python -m pytest` checks it.
-__test__ = {
+__test__ = {  # a linear from 4 features to 2, by hand; `python -m pytest` checks it
     "worked example": """
 >>> x = torch.tensor([[1.0, -2.0, 0.5, 0.1]])                          # (M, K) = (1, 4)
 >>> w = torch.tensor([[0.25, 3.0, -1.0, 0.7], [0.1, 0.2, -0.3, 0.4]])  # (N, K) = (2, 4)
 >>> x8, w8 = quantize(x), quantize(w)
 >>> print(*(f"amax {t.amax.item():g}, s {t.s.item():.7f};" for t in (x8, w8)))
 amax 2, s 0.0044643; amax 3, s 0.0066964;
->>> decode(x8.q), decode(w8.q)  # what was largest is now 448; 22.4 and 104.53 were rounded
+>>> decode(x8.q), decode(w8.q)  # the largest became 448; the others were rounded, 22.4 to 22
 (tensor([[ 224., -448.,  112.,   22.]]), tensor([[  36.,  448., -144.,  104.],
         [  15.,   30.,  -44.,   60.]]))
 >>> y = gemm_nt(x8, w8)
@@ -613,19 +611,19 @@ amax 2, s 0.0044643; amax 3, s 0.0066964;
 # ------------------------------------------------------------------------------------------------
 # 7. Smooth-SwiGLU: an activation that squares its outliers
 #
-#     linear, gate = x . w1^T, x . w2^T
-#     h = linear * silu(gate)
+#     up, gate = x . w1^T, x . w2^T          (in Llama's own code w1 is the gate)
+#     h = up * silu(gate)
 #     y = h . w3^T
 #
-# If w1 and w2 of a channel point the same way, an x that is 10 times larger makes h 100 times as
-# large. Long training with weight decay aligns them (arXiv 2409.12517), and one such channel then
-# sets the scale of all of h. The cure divides h by a power of two before the cast, which is exact,
-# and multiplies it back where no cast sees it, with s detached (no gradient):
+# If w1 and w2 of a channel point the same way, both factors of h peak for the same x: one 10 times
+# larger makes h 100 times as large. Long training with weight decay aligns them (arXiv
+# 2409.12517), and such a channel then sets the scale of all of h. The cure divides h by a power of
+# two, `fold`, before the cast, which is exact, and multiplies it back where no cast sees it:
 #
-#     channel (the paper)         s_c >= max over tokens of |h_c|        y = Q(h / s) . Q(w3 s)^T
-#     token (its released code)   s_t >= max over channels of |linear|   y = s (Q(h / s) . Q(w3)^T)
+#     channel (the paper)        fold >= max over tokens of |h|     y = Q(h / fold) . Q(w3 fold)^T
+#     token (its released code)  fold >= max over channels of |up|  y = fold (Q(h / fold) . Q(w3)^T)
 #
-# h stays fp32 until that one cast. Once trained, `channel` is free: 1/s folds into w1, s into w3.
+# fold has no gradient, and h is fp32 until its one cast. Once trained, w1 and w3 absorb `channel`.
 
 
 class SwiGLU(nn.Module):
@@ -639,14 +637,14 @@ class SwiGLU(nn.Module):
         self.w3.folds = smooth == "channel"
 
     def forward(self, x: Tensor) -> Tensor:
-        linear, gate = self.w12(x).float().chunk(2, dim=-1)  # (..., H) each
+        up, gate = self.w12(x).float().chunk(2, dim=-1)  # (..., H) each
         if self.smooth == "token":
-            s = ceil_pow2(linear.detach().abs().amax(-1, keepdim=True))  # (..., 1)
-            return (s * self.w3(linear / s * F.silu(gate))).to(x.dtype)
-        h = linear * F.silu(gate)
-        if self.smooth == "channel":
-            s = ceil_pow2(h.detach().abs().flatten(0, -2).amax(0))  # (H,)
-            return self.w3(h, fold=s).to(x.dtype)
+            fold = ceil_pow2(up.detach().abs().amax(-1, keepdim=True))  # (..., 1)
+            return (fold * self.w3(up / fold * F.silu(gate))).to(x.dtype)
+        h = up * F.silu(gate)
+        if self.smooth == "channel" and h.numel():
+            fold = ceil_pow2(h.detach().abs().view(-1, h.shape[-1]).amax(0))  # (H,)
+            return self.w3(h, fold=fold).to(x.dtype)
         return self.w3(h).to(x.dtype)
 
 
@@ -655,7 +653,8 @@ class SwiGLU(nn.Module):
 #
 #     family   norm        position   MLP       biases   head     attention
 #     gpt2     LayerNorm   learned    GELU      yes      tied     multi-head
-#     llama    RMSNorm     rotary     SwiGLU    no       untied   grouped queries
+#     llama    RMSNorm     rotary     SwiGLU    no       untied   grouped queries (n_kv_head)
+#
 # FP8 runs in the linear layers of the blocks: wqkv, wo and the MLP's. Embeddings, norms, attention
 # and loss stay in high precision. The head does too unless asked; so can the first and last blocks.
 
@@ -689,9 +688,9 @@ class GPTConfig:
 
     def __post_init__(self):
         self.recipe = get_recipe(self.recipe)
-        self.n_kv_head = self.n_kv_head or self.n_head
+        self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
         wide = 8 * self.n_embd // 3 if self.family == "llama" else 4 * self.n_embd
-        self.hidden = self.hidden or (wide + 31) // 32 * 32
+        self.hidden = (wide + 31) // 32 * 32 if self.hidden is None else self.hidden
         check_choices(self, CONFIG_CHOICES)
         for field in "vocab_size block_size n_layer n_head n_kv_head n_embd hidden".split():
             if getattr(self, field) < 1:
@@ -734,7 +733,7 @@ class GELUMLP(nn.Module):
 
 
 def rotate(x, cos, sin):
-    """Rotary positions: pairs (i, i + D/2) of x (B, H, T, D) turn by angles that grow with T."""
+    """Rotary positions: pairs (i, i + D/2) of x (B, H, T, D) turn by position * frequency."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -817,7 +816,7 @@ class GPT(nn.Module):
             else:
                 x = block(x, rope)
         x = self.norm(x if targets is not None else x[:, -1:])
-        logits = self.lm_head(x)[..., : self.config.vocab_size].float()  # padded ids do not exist
+        logits = self.lm_head(x)[..., : self.config.vocab_size].float()  # padded ids get none
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
@@ -831,7 +830,7 @@ class GPT(nn.Module):
         with self.weights_cast():
             for _ in range(max_new_tokens):
                 logits = self(idx[:, -self.config.block_size :])[0][:, -1]  # (B, vocab)
-                if top_k is not None:
+                if top_k:
                     kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                     logits = logits.masked_fill(logits < kth, -math.inf)
                 if temperature == 0:
@@ -854,7 +853,7 @@ class GPT(nn.Module):
 
 
 # ------------------------------------------------------------------------------------------------
-# 9. FP8 Adam: both moments in one byte
+# 9. FP8 Adam: one byte a moment
 #
 # AdamW keeps two fp32 moments: 8 bytes a parameter, four times a BF16 weight. Here m is E4M3 (it
 # needs precision) and v is E5M2 (it needs range: it is a square, and it is divided by), as in arXiv
@@ -928,8 +927,9 @@ class FP8Adam(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         """Bit for bit. Raises ValueError for the state of another optimizer, format or block."""
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        blanks = {p: self.blank(p) for group in self.param_groups for p in group["params"]}
+        saved = sum((group["params"] for group in state_dict["param_groups"]), [])
+        params = sum((group["params"] for group in self.param_groups), [])
+        blanks = {p: self.blank(p) if p.numel() else {} for p in params}
         for i, blank in zip(saved, blanks.values()):
             entry = state_dict["state"].get(i, blank)
             kinds = ({k: (t.dtype, t.shape) for k, t in d.items()} for d in (entry, blank))
@@ -937,7 +937,7 @@ class FP8Adam(torch.optim.Optimizer):
                 raise ValueError("this is the state of another optimizer, format or block")
         super().load_state_dict(state_dict)
         for p, state in self.state.items():  # super() has cast the codes to p's dtype
-            state |= {k: state[k].to(t.dtype) for k, t in blanks[p].items()}
+            state |= {k: state[k].to(t) for k, t in blanks[p].items()}
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list:
@@ -990,7 +990,7 @@ Formats     bits    max    min normal   min subnormal   right to
     others[100, 100] = False
     for r in RECIPES.values():
         cells = []
-        for x[100, 100] in outliers:
+        for x[100, 100] in outliers:  # assigns each of them to that element
             h = health(x, quantize_operand(x, "x", r, copies="first")[0], others)
             cells.append(f"{h['sqnr']:5.1f} {100 * h['underflow']:6.2f} %")
         print(f"  {r.name:9} " + "  ".join(cells))

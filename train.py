@@ -492,13 +492,12 @@ def memory(arm):
     params = list(arm.model.parameters())
     owned, saved = {p.untyped_storage().data_ptr() for p in params}, {}
 
-    def pack(t):
+    def pack(t):  # keeps the storage, so that its address is not used again, but not the graph
         storage = t.untyped_storage()
         if storage.data_ptr() not in owned:
-            saved[storage.data_ptr()] = storage  # kept, so that its address is not used again
-        return t
+            saved[storage.data_ptr()] = storage
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None):
         arm.model(*arm.batch("train", arm.c.seed, 0, 0))
     state = [t for s in arm.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
     return sum(t.nbytes for t in params + state) + sum(s.nbytes() for s in saved.values())
@@ -614,8 +613,8 @@ def train(c, given, args, device, device_line):
     if args.resume:
         state, saved = load_checkpoint(args.resume)
         c = replace(saved, **given)
-        if c.recipe != saved.recipe:
-            raise UserError(f"--resume continues {saved.recipe}, it cannot become {c.recipe}")
+        if (was := (saved.recipe, saved.optimizer)) != (c.recipe, c.optimizer):
+            raise UserError(f"--resume continues {' with '.join(was)}; neither can change")
         if state["step"] >= c.steps:
             raise UserError(f"this run has done its {state['step']} steps: give a larger --steps")
     warn_ignored(c, given)

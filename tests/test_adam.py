@@ -245,6 +245,7 @@ def test_closures_frozen_empty_and_foreign_parameters():
         return loss
 
     assert optimizer.step(closure).item() == 5 and p[0] < 1 and frozen.item() == 1
+    FP8Adam([p, frozen, empty]).load_state_dict(optimizer.state_dict())
     half = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     half.grad = torch.ones_like(half)
     with pytest.raises(ValueError, match="fp32"):

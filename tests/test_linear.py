@@ -114,6 +114,27 @@ def test_a_gemm_can_stay_in_high_precision(recipe, gemm):
     assert not torch.equal(results["fp8"][gemm], results["bf16"][gemm])
 
 
+@pytest.mark.parametrize("changes", [dict(x_fmt=BF16), dict(w_fmt=BF16), dict(g_fmt=BF16)])
+@pytest.mark.parametrize("name", ["current", "blockwise"])
+def test_one_operand_can_stay_bf16(changes, name):
+    layer = FP8Linear(64, 48, False, replace(RECIPES[name], **changes))
+    x, g = torch.randn(32, 64, requires_grad=True), torch.randn(32, 48) * 1e-4
+    y = layer(x)
+    y.backward(g)
+    for ours, true in (
+        (y, x @ layer.weight.t()),
+        (x.grad, g @ layer.weight),
+        (layer.weight.grad, g.t() @ x),
+    ):
+        assert (ours - true).norm() / true.norm() < 0.1
+
+
+def test_groups_of_rows_can_share_a_scale():
+    a8, b8 = quantize(torch.randn(10, 40), tile=(4, None)), quantize(torch.randn(6, 40))
+    y = gemm_nt(a8, b8)
+    assert close(y, dequantize(a8).double() @ dequantize(b8).double().t())
+
+
 def test_an_fp32_recipe_is_nn_linear_bit_for_bit():
     recipe = replace(RECIPES["bf16"], x_fmt=FP32, w_fmt=FP32, g_fmt=FP32)
     layer, x = FP8Linear(40, 24, False, recipe), torch.randn(16, 40, requires_grad=True)
@@ -350,6 +371,15 @@ def test_casting_weights_once_changes_no_bit_and_leaves_nothing_behind(recipe):
         assert layers[1].w_cast is None
     if recipe.amax == "history":
         assert torch.equal(layers[0].amax_history, layers[1].amax_history)
+
+
+def test_casts_nest():
+    layer = FP8Linear(4, 4)
+    with weights_cast(layer):
+        outer = layer.w_cast
+        with torch.no_grad(), weights_cast(layer):
+            assert layer.w_cast is not outer
+        assert layer.w_cast is outer
 
 
 def test_casts_are_freed_when_a_step_fails():

@@ -117,6 +117,12 @@ def test_a_dead_channel_or_token_is_no_division_by_zero(smooth):
     assert y.isfinite().all() and x.grad.isfinite().all() and not y[2].any()
 
 
+@pytest.mark.parametrize("smooth", [None, "channel", "token"])
+@pytest.mark.parametrize("shape", [(0, 16), (16,), (2, 1, 16)])
+def test_swiglu_takes_any_rank_and_no_tokens(smooth, shape):
+    assert SwiGLU(16, 32, "current", smooth=smooth)(torch.randn(shape)).shape == shape
+
+
 def test_delayed_scaling_keeps_the_history_of_the_folded_w3():
     mlp = with_outlier("channel", "delayed")
     mlp(torch.randn(16, 64)).sum().backward()
@@ -316,7 +322,8 @@ def test_counts_of_parameters_and_flops():
     "wrong",
     [dict(n_embd=65), dict(n_head=3), dict(n_kv_head=3), dict(n_embd=60, n_head=4), dict(n_layer=0)]
     + [dict(family="bert"), dict(smooth="row"), dict(w3="fp8"), dict(head="yes")]
-    + [dict(family="gpt2", smooth="token"), dict(recipe="mxfp9"), dict(vocab_size=0)],
+    + [dict(family="gpt2", smooth="token"), dict(recipe="mxfp9"), dict(vocab_size=0)]
+    + [dict(hidden=0), dict(n_kv_head=0)],
 )
 def test_impossible_configurations_are_refused_with_a_sentence(wrong):
     with pytest.raises(ValueError):
