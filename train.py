@@ -557,12 +557,12 @@ def plot(curves, path):
             axes[0, 1].plot(np.arange(k, k + len(smooth)), smooth, **style)
     axes[0, 0].set(title=f"training loss, mean of {k} steps", ylabel="nats a token")
     if several:
-        axes[0, 1].axhline(0, color="C0", lw=1.3, label=curves[0][0])
+        axes[0, 1].axhline(0, color="C0", lw=1.3)
         axes[0, 1].set_title(f"loss minus that of {curves[0][0]} on the same batches")
     for ax in axes.flat:
         ax.set_xlabel("step")
         ax.grid(alpha=0.3)
-        ax.legend(fontsize=8)
+    axes[0, 0].legend(fontsize=9)  # the colours are the same on the right
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

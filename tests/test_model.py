@@ -337,12 +337,12 @@ def test_too_many_tokens_and_none_are_refused():
             model(torch.zeros(1, T, dtype=torch.long))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_a_whole_block_compiles_into_one_graph(recipe):
     torch._dynamo.reset()
     losses = []
     for compiled in (False, True):
-        model = tiny(recipe=recipe, smooth="channel")
+        model = tiny(recipe=recipe, smooth="channel", n_layer=1)
         if compiled:
             for block in model.blocks:
                 block.compile(fullgraph=True, backend="aot_eager")
