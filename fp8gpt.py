@@ -226,7 +226,7 @@ def quantize(
     """
     if x.dim() != 2 or x.numel() == 0:
         raise ValueError(f"quantize takes a matrix with at least one element, not {tuple(x.shape)}")
-    if fmt in (BF16, FP32):  # wide enough: no tiles, no amax, s = 1
+    if fmt.dtype in (torch.bfloat16, torch.float32):  # wide enough: no amax, s = 1
         return Quantized(x.to(fmt.dtype), torch.ones(1, 1, device=x.device), (None, None), fmt)
     v = tiles(x.float(), tile)  # (R/r, r, C/c, c)
     own = tile_amax(v)  # (R/r, C/c)

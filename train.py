@@ -321,8 +321,11 @@ class Arm:
         else:
             self.optimizer = torch.optim.AdamW(groups, c.lr, betas, fused=True)
         if c.compile and can_compile(device):
-            for block in self.model.blocks:  # compiled once, used for all: they are alike
-                block.compile()
+            torch._dynamo.config.recompile_limit = (
+                64  # arms share the code, each recipe compiles it
+            )
+            for block in self.model.blocks:
+                block.compile(dynamic=False)
 
     def batch(self, split, *key):
         """x and y (B, T) int64: y is one token ahead."""
