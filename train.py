@@ -34,8 +34,6 @@ import fp8gpt
 from data.prepare import TOKENIZERS, Corpus, UserError, get_tokenizer
 from fp8gpt import E4M3, E5M2, FP32, GPT, MASTERS, RECIPES, FP8Adam, FP8Linear, GPTConfig, Recipe
 
-HERE = Path(__file__).resolve().parent
-
 # ------------------------------------------------------------------------------------------------
 # Configuration. The comment of a field is its help. The values are those for a CPU; a GPU starts
 # from GPU_PRESET. None leaves it to the recipe, or to GPTConfig.
@@ -115,8 +113,10 @@ CHOICES = dict(
     recipe=RECIPES, tokenizer=TOKENIZERS, optimizer=("adamw", "fp8adam"),
     m_fmt=FORMATS, v_fmt=FORMATS, master=MASTERS,
 )  # fmt: skip
-FROM_ZERO = ["seed", "threads", "bf16_first", "bf16_last", "warmup"]  # other counts are from 1 on
-BELOW_ONE = ["beta1", "beta2"]
+FROM_ZERO = ["seed", "bf16_first", "bf16_last", "warmup"]  # other counts are from 1 on
+LIMITS = dict(
+    beta1=(0, 1), beta2=(0, 1), loss_scale=(1e-30, 3.4e38), n_layer=(1, 1000), threads=(0, 1000)
+)  # from, to below
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 PARSE = {"int": int, "float": float, "str": str, "bool": lambda text: BOOLS[text.lower()]}
 
@@ -145,18 +145,16 @@ def convert(name, text):
     if name in CHOICES and value not in CHOICES[name]:
         choices = [c for c in CHOICES[name] if c]
         raise UserError(f"{name} {text!r} is unknown{similar(text, choices)}: {', '.join(choices)}")
-    if kind == "int" and value < (least := 0 if name in FROM_ZERO else 1):
-        raise UserError(f"{name} counts from {least}, so it cannot be {text}")
-    least = 1e-30 if name == "loss_scale" else 0
-    if kind == "float" and not least <= value < (1 if name in BELOW_ONE else math.inf):
-        raise UserError(f"{name} cannot be {text}")
+    usual = (name not in FROM_ZERO, 2**31) if kind == "int" else (0, 1e38)
+    least, most = LIMITS.get(name, usual)
+    if kind in ("int", "float") and not least <= value < most:
+        raise UserError(f"{name} cannot be {text}: it goes from {least:g} to below {most:g}")
     return value
 
 
 def triple(text):
     """ "3" or "0/0/3" -> integers for x, w and g."""
-    parts = text.split("/")
-    parts = parts * 3 if len(parts) == 1 else parts
+    parts = text.split("/") * (1 if "/" in text else 3)
     if len(parts) != 3 or not all(re.fullmatch(r"[+-]?\d{1,2}", p) for p in parts):
         raise ValueError("a whole number, or three as x/w/g")
     return tuple(map(int, parts))
@@ -169,7 +167,7 @@ def parse_arm(text):
     for pair in pairs:
         name, _, value = pair.partition("=")
         name = name.strip().replace("-", "_")
-        if name not in FIELDS or not value:
+        if name not in FIELDS or name == "recipe" or not value:
             raise UserError(f"arm {text!r}: {pair!r} is not field=value{similar(name, FIELDS)}")
         if name in COMMON_FIELDS:
             raise UserError(f"arm {text!r}: {name} is the same for all arms; give it as a flag")
@@ -179,7 +177,9 @@ def parse_arm(text):
 
 def parse_command_line(argv):
     """-> (the fields that were given, the other options). Help comes from the block above."""
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", Path(__file__).read_text(), re.M))
+    comments = dict(
+        re.findall(r"^    (\w+): .*?  # (.*)$", Path(__file__).read_text("utf-8"), re.M)
+    )
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
 
@@ -209,10 +209,8 @@ def parse_command_line(argv):
     args.seeds = int(args.seeds)
     if sum(map(bool, (args.compare, args.bench, args.resume))) > 1:
         raise UserError("--compare, --bench and --resume are three commands: choose one")
-    if args.sample and (args.compare or args.bench):
-        raise UserError("--sample goes with a single run")
-    if "recipe" in given and (args.compare or args.bench):
-        raise UserError("--recipe goes with a single run; --compare names its arms")
+    if (args.sample or "recipe" in given) and (args.compare or args.bench):
+        raise UserError("--recipe and --sample go with a single run")
     if args.seeds > 1 and not args.compare:
         raise UserError("--seeds repeats a comparison: give it with --compare")
     return given, args
@@ -236,10 +234,8 @@ def warn_ignored(c, given, label=""):
 # ------------------------------------------------------------------------------------------------
 # Machine
 
-# Dense BF16 peak, FLOP/s, from NVIDIA's data sheets. Every arm's MFU is measured against it, FP8's
-# too, so that arms compare.
+# Dense BF16 peak, FLOP/s, from NVIDIA's data sheets: every arm's MFU is measured against it.
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
-PEAKS |= {"RTX 4090": 165.2e12, "L40S": 362e12}
 
 
 def pick_device(name):
@@ -267,7 +263,7 @@ def pick_device(name):
 
 def machine(device_line):
     """What a number needs beside it: machine, versions, commit, date."""
-    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short", "HEAD"]
     commit = (
         shutil.which("git") and subprocess.run(git, capture_output=True, text=True).stdout.strip()
     )
@@ -292,6 +288,17 @@ def can_compile(device):
 # An arm: a configuration with its model, its optimizer and its step
 
 
+def write_whole(path, write):
+    """Write aside, then rename: the file is whole or not there."""
+    aside = path.with_suffix(".tmp")
+    try:
+        write(aside)
+        os.replace(aside, path)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        aside.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {str(error).splitlines()[0]}") from None
+
+
 def model_config(c, vocab_size):
     """The GPTConfig of a configuration, its recipe with the fields that were given."""
     changed = {n: v for n in RECIPE_FIELDS if (v := getattr(c, n)) is not None}
@@ -311,7 +318,7 @@ class Arm:
         torch.manual_seed(c.seed)
         try:
             self.recipe, self.model = config.recipe, GPT(config).to(device)
-        except RuntimeError as error:  # torch's word for a lack of memory
+        except (RuntimeError, TypeError) as error:  # torch's words for sizes beyond its memory
             raise UserError(f"this model does not fit: {str(error).splitlines()[0]}") from None
         groups, betas = fp8gpt.param_groups(self.model, c.weight_decay), (c.beta1, c.beta2)
         if c.optimizer == "fp8adam":
@@ -329,8 +336,7 @@ class Arm:
 
     def batch(self, split, *key):
         """x and y (B, T) int64: y is one token ahead."""
-        rows = torch.from_numpy(self.corpus.batch(split, key, self.c.batch_size))
-        rows = rows.to(self.device)
+        rows = torch.from_numpy(self.corpus.batch(split, key, self.c.batch_size)).to(self.device)
         return rows[:, :-1], rows[:, 1:]
 
     def lr(self):
@@ -369,8 +375,7 @@ class Arm:
             what = "gradient" if math.isfinite(loss) else "loss"
             print(f"step {self.step + 1}: the {what} is not finite: skipped, nothing was changed")
         if self.skipped >= c.max_skips:
-            times = f"step {self.step + 1} was not finite {self.skipped} times in a row, stopped"
-            raise UserError(f"{times}; the weights are those before it: try another recipe or lr")
+            raise UserError(f"step {self.step + 1} was not finite {self.skipped} times in a row")
         return loss, norm
 
     @torch.no_grad()
@@ -391,28 +396,26 @@ class Arm:
         return encoding.decode(idx[0].tolist())
 
     def save(self, path):
-        """Write aside, then rename: a checkpoint is whole or not there."""
         generator = torch.cuda if self.device.type == "cuda" else torch  # rounds stochastically
         state = dict(config=asdict(self.c), step=self.step, rng=generator.get_rng_state())
         state |= dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
         state |= dict(tokenizer=self.corpus.tokenizer, vocab_size=self.corpus.vocab_size)
-        try:
-            torch.save(state, path.with_suffix(".tmp"))
-            os.replace(path.with_suffix(".tmp"), path)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-            raise UserError(f"cannot write {path}: {str(error).splitlines()[0]}") from None
+        write_whole(path, lambda aside: torch.save(state, aside))
 
     def restore(self, state):
-        here = (self.corpus.tokenizer, self.corpus.vocab_size)
-        if here != (state["tokenizer"], state["vocab_size"]):
-            raise UserError(f"the checkpoint speaks {state['tokenizer']}, the data {here[0]}")
+        speaks = (state["tokenizer"], state["vocab_size"])
+        if speaks != (self.corpus.tokenizer, self.corpus.vocab_size):
+            raise UserError(f"the checkpoint speaks {speaks[0]}, not {self.corpus.tokenizer}")
+        flags = [{k: g[k] for k in ("weight_decay", "betas")} for g in self.optimizer.param_groups]
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError, KeyError) as error:
+            self.step = int(state["step"])
+            (torch.cuda if self.device.type == "cuda" else torch).set_rng_state(state["rng"])
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"the checkpoint does not fit: {str(error).splitlines()[0]}") from None
-        self.step = state["step"]
-        (torch.cuda if self.device.type == "cuda" else torch).set_rng_state(state["rng"])
+        for group, given in zip(self.optimizer.param_groups, flags):
+            group |= given  # the file's were those of its first run
 
 
 def load_checkpoint(directory):
@@ -423,15 +426,14 @@ def load_checkpoint(directory):
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if {"model", "optimizer", "step", "rng", "tokenizer", "vocab_size"} <= state.keys():
-            return state, Config(**state["config"])
+            return state, Config(**{n: convert(n, str(v)) for n, v in state["config"].items()})
         raise ValueError
     except Exception as error:  # cut short, foreign, not a zip: torch has many errors for it
         raise UserError(f"{path} is no checkpoint of train.py: {type(error).__name__}") from None
 
 
 def fit(arm, out, label):
-    """Train to the end or to Ctrl-C -> (a row for each step, whether it was Ctrl-C). Every row goes
-    to steps.jsonl at once, every evaluation is followed by a checkpoint."""
+    """Train to the end or to Ctrl-C -> (a row for each step, whether it was Ctrl-C)."""
     from tqdm import tqdm
 
     c, rows = arm.c, []
@@ -441,7 +443,10 @@ def fit(arm, out, label):
     stop, before = [], signal.getsignal(signal.SIGINT)  # Ctrl-C fills it; a second one ends all
     signal.signal(signal.SIGINT, lambda *_: stop.append(signal.signal(signal.SIGINT, before)))
     arm.model.train()
-    with open(out / "steps.jsonl", "a" if arm.step else "w") as log, bar:
+    path = out / "steps.jsonl"  # a resumed run keeps the rows up to its checkpoint
+    kept = path.read_text().splitlines(keepends=True)[: arm.step]
+    write_whole(path, lambda aside: aside.write_text("".join(kept)))
+    with open(path, "a") as log, bar:
         while arm.step < c.steps and not stop:
             start, lr = time.perf_counter(), arm.lr()
             loss, norm = arm.train_step()
@@ -470,10 +475,6 @@ def fit(arm, out, label):
     return rows, bool(stop)
 
 
-# ------------------------------------------------------------------------------------------------
-# Numbers
-
-
 def throughput(rows, c):
     """Tokens a second, by the median step after the first few."""
     seconds = statistics.median(r["seconds"] for r in rows[3:] or rows)
@@ -488,8 +489,7 @@ def flops_utilisation(arm, tokens_per_s):
 
 
 def memory(arm):
-    """Bytes: on CUDA the peak that was allocated; on a CPU counted: parameters, optimizer state and
-    what one micro-batch saves for backward."""
+    """Bytes: on CUDA the peak; on a CPU parameters, optimizer state and what backward keeps."""
     if arm.device.type == "cuda":
         return torch.cuda.max_memory_allocated(arm.device)
     params = list(arm.model.parameters())
@@ -515,8 +515,7 @@ def operand_health(arm):
 
     def watch(name):
         def hook(module, args, kwargs, y):
-            fold = kwargs.get("fold", None)
-            fold = torch.ones(1, device=y.device) if fold is None else fold
+            fold = kwargs.get("fold", 1.0)
             seen[name, "x"] = args[0].detach().flatten(0, -2) / fold
             seen[name, "w"] = module.weight.detach() * fold
             y.register_hook(lambda g: seen.update({(name, "g"): g.detach().flatten(0, -2)}))
@@ -567,7 +566,7 @@ def plot(curves, path):
         ax.grid(alpha=0.3)
     axes[0, 0].legend(fontsize=9)  # the colours are the same on the right
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    write_whole(path, lambda aside: figure.savefig(aside, dpi=110, format="png"))
     plt.close(figure)
 
 
@@ -584,12 +583,7 @@ def make_dir(path):
         raise UserError(f"cannot write to {path}: {error.strerror}") from None
 
 
-def write_json(path, value):
-    path.with_suffix(".tmp").write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(path.with_suffix(".tmp"), path)
-
-
-def announce(arm, device_line):
+def announce(arm):
     """The start-up lines: what runs, where, and why."""
     c, r = arm.c, arm.recipe
     where, why = fp8gpt.choose_backend(r, arm.device)
@@ -597,7 +591,6 @@ def announce(arm, device_line):
     formats = "/".join(f.name for f in (r.x_fmt, r.w_fmt, r.g_fmt))
     kept = f"{c.m_fmt}/{c.v_fmt} moments, {c.master} weights"
     kept = kept if c.optimizer == "fp8adam" else "fp32 moments and weights"
-    print(f"machine  {device_line}; torch {torch.__version__}")
     print(f"model    {c.family}, {arm.model.num_params():,} parameters")
     print(f"recipe   {r.name}: x/w/g {formats}, tiles {tiles}, amax {r.amax}, scales {r.rounding}")
     print(f"GEMMs    {where}: {why}")
@@ -625,7 +618,7 @@ def train(c, given, args, device, device_line):
     out = make_dir(Path(args.resume or Path(c.out) / c.recipe))
     if state:
         arm.restore(state)
-    announce(arm, device_line)
+    announce(arm)
     start = time.perf_counter()
     rows, _ = fit(arm, out, c.recipe)
     if not rows:
@@ -637,13 +630,14 @@ def train(c, given, args, device, device_line):
     )
     used, size = flops_utilisation(arm, speed), memory(arm)
     report = dict(step=arm.step, val_loss=val_loss, tokens_per_s=speed, mfu=used, seconds=seconds)
-    report |= dict(memory_bytes=size, config=asdict(c))
-    write_json(out / "run.json", report | dict(machine=machine(device_line)))
+    report |= dict(memory_bytes=size, config=asdict(c), machine=machine(device_line))
+    write_whole(out / "run.json", lambda aside: aside.write_text(json.dumps(report, indent=1)))
     plot([(c.recipe, [r["loss"] for r in rows])], out / "loss.png")
-    share = "n/a" if used is None else f"{used:.1%}"
-    numbers = f"{speed:,.0f} tokens/s, MFU {share}, {size / 1e6:.0f} MB, {seconds:.0f} s"
-    print(f"result   val loss {val_loss:.4f}, {numbers}; see {out}/")
-    print("sample   " + repr(arm.sample(args.sample)))
+    used = "n/a" if used is None else f"{used:.1%}"
+    print(f"result   val loss {val_loss:.4f}, {speed:,.0f} tokens/s, MFU {used},", end=" ")
+    print(f"{size / 1e6:.0f} MB, {seconds:.0f} s; see {out}/")
+    if math.isfinite(val_loss):
+        print("sample   " + repr(arm.sample(args.sample)))
 
 
 def compare(c, given, args, device, device_line):
@@ -658,7 +652,6 @@ def compare(c, given, args, device, device_line):
     corpus = Corpus(c.data, c.tokenizer, c.block_size)
     for a in arms:  # every mistake of an arm is found before the first one is trained
         model_config(a["config"], corpus.vocab_size)
-    print(f"machine  {device_line}; torch {torch.__version__}")
     stopped = False
     for seed in range(c.seed, c.seed + args.seeds):
         for a in arms:
@@ -666,14 +659,13 @@ def compare(c, given, args, device, device_line):
                 break
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            config = replace(a["config"], seed=seed)
-            arm = Arm(config, corpus, device)
+            arm = Arm(replace(a["config"], seed=seed), corpus, device)
             run = re.sub(r"[^\w.,=-]", "_", a["name"]) + f"-{seed}"
             rows, stopped = fit(arm, make_dir(Path(c.out) / "compare" / run), a["name"])
             if not rows:
                 continue
             a["val_losses"].append(rows[-1]["val_loss"])
-            a["speeds"].append(throughput(rows, config))
+            a["speeds"].append(throughput(rows, arm.c))
             a["losses"], a["memory_bytes"] = [r["loss"] for r in rows], memory(arm)
             a["health"] = operand_health(arm)
     arms = [a for a in arms if a["val_losses"]]
@@ -691,7 +683,8 @@ def compare(c, given, args, device, device_line):
         a["worst"] = min(health, key=lambda n: health[n]["sqnr"], default=None)
         a["worst_sqnr"] = health[a["worst"]]["sqnr"] if health else None
     out = Path(c.out) / "compare"
-    write_json(out / "compare.json", dict(arms=arms, machine=machine(device_line)))
+    report = dict(arms=arms, machine=machine(device_line))
+    write_whole(out / "compare.json", lambda aside: aside.write_text(json.dumps(report, indent=1)))
     plot([(a["name"], a["losses"]) for a in arms], out / "compare.png")
     seeds = f", mean and standard deviation of {args.seeds} seeds" if args.seeds > 1 else ""
     print(f"\n{c.steps} steps{seeds}; nats a token; differences to {arms[0]['name']}\n")
@@ -742,9 +735,8 @@ def timed(parts, targets, device):
         setattr(*target, originals[part])
 
 
-def bench(c, device, device_line, rounds=9):
-    """One training step of every recipe and its parts, interleaved, as ratios to the step in high
-    precision: BF16 on a GPU; on a CPU fp32, with no rounding anywhere."""
+def bench(c, device, rounds=9):
+    """A step of every recipe and its parts, interleaved, in units of a step in high precision."""
     corpus = Corpus(c.data, c.tokenizer, c.block_size)
     arms = {name: Arm(replace(c, recipe=name), corpus, device) for name in RECIPES}
     base = "fp32" if device.type == "cpu" else "bf16"
@@ -768,9 +760,9 @@ def bench(c, device, device_line, rounds=9):
             if i >= 0:
                 times[name].append(parts)
     unit = statistics.median(t["step"] for t in times[base])
-    print(f"machine  {device_line}; torch {torch.__version__}{', compiled' if c.compile else ''}")
     print(f"model    {arms[base].model.num_params():,} parameters, {c.batch_size} x {c.block_size}")
-    print(f"unit     a step in {base}: {1e3 * unit:.0f} ms; medians of {rounds}, interleaved\n")
+    how = f"{rounds} interleaved steps{', compiled' * c.compile}"
+    print(f"unit     a step in {base}: {1e3 * unit:.0f} ms; medians of {how}\n")
     columns = [p for p in ("step", "quantise", "GEMM", "optimizer") if p in times[base][0]]
     rows = [["recipe", *columns]]
     for name, measured in times.items():
@@ -780,13 +772,15 @@ def bench(c, device, device_line, rounds=9):
 
 
 def main(argv):
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sample's bytes
     given, args = parse_command_line(argv)
     if given.get("threads"):
         torch.set_num_threads(given["threads"])
     device, device_line = pick_device(given.get("device", "auto"))
+    print(f"machine  {device_line}; torch {torch.__version__}")
     c = Config(**((GPU_PRESET if device.type == "cuda" else {}) | given))
     if args.bench:
-        bench(c, device, device_line)
+        bench(c, device)
     elif args.compare:
         compare(c, given, args, device, device_line)
     else:
@@ -800,3 +794,7 @@ if __name__ == "__main__":
         sys.exit(print(f"train.py: {error}", file=sys.stderr) or 2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except (MemoryError, RuntimeError) as error:
+        if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
+            raise
+        sys.exit(print("train.py: out of memory; try a smaller --batch-size", file=sys.stderr) or 2)

@@ -25,7 +25,8 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 NAMES = ("stdlib", "shakespeare", "fineweb-edu")
-TOKENIZERS = ("bytes", "gpt2")
+VOCABULARY = {"bytes": 256, "gpt2": 50257}
+TOKENIZERS = tuple(VOCABULARY)
 HEADER_MAGIC, HEADER_INTS = 20240520, 256  # of llm.c's token files
 
 SHAKESPEARE = (
@@ -133,6 +134,8 @@ def prepare(name, path=None, tokenizer="bytes", out=None, shards=1):
     elif name not in NAMES:
         raise UserError(f"unknown corpus {name!r}; choose from {', '.join(NAMES)}, file PATH")
     out = Path(out or HERE / name)
+    if out.is_dir() and not {p.suffix for p in out.iterdir()} <= {".bin", ".json"}:
+        raise UserError(f"{out} holds other files than a prepared corpus: choose another directory")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
@@ -163,7 +166,7 @@ def prepare(name, path=None, tokenizer="bytes", out=None, shards=1):
             shutil.rmtree(out)
         scratch.rename(out)
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from None
+        raise UserError(f"cannot write {out}: {error.strerror or error}") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return meta
@@ -192,9 +195,9 @@ def read_meta(root):
         return None
     try:
         meta = json.loads(path.read_text())
-        if {"name", "tokenizer", "vocab_size"} <= meta.keys():
+        if VOCABULARY.get(meta["tokenizer"]) == meta["vocab_size"]:
             return meta
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
     raise UserError(f"{path} is not what data/prepare.py writes: prepare the corpus again")
 
@@ -211,7 +214,7 @@ class Corpus:
             tokenizer = "gpt2" if source == "fineweb-edu" else tokenizer
             meta = read_meta(out) if source in NAMES and out.exists() else None
             fresh = meta is not None and meta["tokenizer"] == tokenizer
-            if not fresh or source == "stdlib" and meta["python"] != platform.python_version():
+            if not fresh or source == "stdlib" and meta.get("python") != platform.python_version():
                 prepare(name, source, tokenizer, out)
             self.root = out
         elif not self.root.is_dir():
@@ -256,12 +259,11 @@ class Corpus:
 
 def describe(meta):
     """One line: files, bytes, SHA-256, Python version, tokenizer."""
-    if "bytes" not in meta:
-        return f"{meta['name']}: GPT-2 token shards"
-    return (
-        f"{meta['name']}: {meta['files']} files, {meta['bytes']:,} bytes,"
-        f" sha256 {meta['sha256'][:16]}, Python {meta['python']}, tokenizer {meta['tokenizer']}"
-    )
+    known = [
+        f"{k} {str(meta[k])[:16]}" for k in ("files", "bytes", "sha256", "python") if k in meta
+    ]
+    line = ", ".join([str(meta.get("name", "tokens")), f"tokenizer {meta['tokenizer']}", *known])
+    return line.encode("ascii", "replace").decode()
 
 
 def main():
@@ -277,8 +279,10 @@ def main():
     args = parser.parse_args()
     try:
         print(describe(prepare(args.name, args.path, args.tokenizer, args.out, args.shards)))
-    except UserError as error:
-        sys.exit(print(f"prepare.py: {error}", file=sys.stderr) or 2)
+    except (UserError, OSError, MemoryError) as error:
+        sys.exit(print(f"prepare.py: {error or 'out of memory'}", file=sys.stderr) or 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_a_text_file_is_split_and_described(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert out.returncode == 0 and "2,000 bytes" in out.stdout and "sha256" in out.stdout
+    assert out.returncode == 0 and "bytes 2000" in out.stdout and "sha256" in out.stdout
     corpus = p.Corpus(str(tmp_path / "poem"), "bytes", 16, say=lambda line: None)
     assert len(corpus.shards["train"][0]) == 1900 and len(corpus.shards["val"][0]) == 100
 
@@ -100,6 +100,10 @@ def test_bad_directories_are_refused_with_a_sentence(tmp_path):
         (lambda d: (d / "val.bin").unlink(), "no val.bin"),
         (lambda d: (d / "meta.json").write_text("{"), "meta.json"),
         (lambda d: (d / "meta.json").write_text("[]"), "meta.json"),
+        (lambda d: (d / "meta.json").write_text("[" * 100000), "meta.json"),
+        (lambda d: (d / "meta.json").write_text('{"tokenizer": "bytes"}'), "meta.json"),
+        (lambda d: (d / "meta.json").write_text('{"tokenizer": {}, "vocab_size": 2}'), "meta.json"),
+        (lambda d: (d / "meta.json").write_text('{"tokenizer": "bytes", "vocab_size": 9}'), "meta"),
         (lambda d: ((d / "train.bin").unlink(), (d / "train.bin").mkdir()), "cannot read"),
     ):
         root = Path(tempfile.mkdtemp(dir=tmp_path))
@@ -109,6 +113,22 @@ def test_bad_directories_are_refused_with_a_sentence(tmp_path):
     for missing in ("no-such", str(tmp_path / "x")):
         with pytest.raises(p.UserError, match="no file or directory"):
             corpus(missing)
+
+
+def test_a_directory_with_other_files_is_never_replaced(tmp_path):
+    (tmp_path / "my.txt").write_text("precious " * 100)
+    with pytest.raises(p.UserError, match="other files"):
+        p.prepare("file", tmp_path / "my.txt", out=tmp_path)
+    assert (tmp_path / "my.txt").exists()
+
+
+def test_a_description_survives_odd_metadata(tmp_path):
+    root = directory(tmp_path, tokens(50))
+    odd = dict(name="\ud800", tokenizer="bytes", vocab_size=256, bytes="many", sha256=3)
+    (root / "meta.json").write_text(json.dumps(odd))
+    lines = []
+    p.Corpus(str(root), "bytes", 8, say=lines.append)
+    assert len(lines) == 1 and "tokenizer bytes" in lines[0] and "bytes many" in lines[0]
 
 
 def test_a_download_is_checked_and_a_failed_one_leaves_nothing(tmp_path, monkeypatch):

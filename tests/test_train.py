@@ -83,7 +83,7 @@ def test_a_run_prints_and_writes_what_it_promises(text, tmp_path):
         "bf16: lm_head",
     ):
         assert words in out.stdout
-    assert "fp32 moments" in out.stdout and "sample   'def " in out.stdout
+    assert "fp32 moments" in out.stdout and re.search("sample   ['\"]def ", out.stdout)
     result = re.search(r"val loss (\d\.\d+), [\d,]+ tokens/s, MFU n/a, \d+ MB", out.stdout)
     report = json.loads((tmp_path / "mxfp8" / "run.json").read_text())
     assert float(result[1]) == pytest.approx(report["val_loss"], abs=1e-4)
@@ -119,6 +119,14 @@ def test_the_bench_has_a_row_for_every_recipe(text):
     assert out.returncode == 0 and not out.stderr, out.stderr
     rows = [line.split()[1] for line in out.stdout.splitlines() if line.startswith("| ")]
     assert rows == ["recipe", "------", "fp32", *RECIPES] or rows[2:] == ["fp32", *RECIPES]
+
+
+def test_a_terminal_without_unicode_is_no_obstacle(text, tmp_path):
+    env = os.environ | dict(PYTHONIOENCODING="ascii")
+    flags = [*TINY, "--data", text, "--steps", 1, "--out", tmp_path]
+    for more in (["--sample", "naïve"], ["--compare", "bf16", "--seeds", 2]):
+        out = run(*flags, *more, env=env)
+        assert out.returncode == 0, out.stderr
 
 
 def test_help_has_a_line_for_every_field():
@@ -201,8 +209,52 @@ def test_a_bad_checkpoint_is_refused_with_a_sentence(text, tmp_path):
         state, _ = train.load_checkpoint(tmp_path)
         with pytest.raises(UserError, match=says):
             arm(text, **changes).restore(state)
-    with pytest.raises(UserError, match="tokenizer|speaks"):
+    state = whole_state(tmp_path, text)
+    with pytest.raises(UserError, match="speaks gpt2"):
         arm(text).restore(state | dict(tokenizer="gpt2"))
+    for forged in (dict(rng=None), dict(step="x"), dict(model=None), dict(optimizer=None)):
+        with pytest.raises(UserError, match="does not fit"):
+            arm(text).restore(state | forged)
+    for field, value in (("recipe", "old"), ("steps", "many"), ("margin", "a/b"), ("nonsense", 1)):
+        forged = state | dict(config=state["config"] | {field: value})
+        torch.save(forged, tmp_path / "ckpt.pt")
+        with pytest.raises(UserError, match="no checkpoint of train.py"):
+            train.load_checkpoint(tmp_path)
+
+
+def whole_state(directory, text):
+    arm(text).save(directory / "ckpt.pt")
+    return train.load_checkpoint(directory)[0]
+
+
+def test_flags_win_over_the_checkpoint_and_rows_after_it_are_dropped(text, tmp_path):
+    out = run(*TINY, "--data", text, "--steps", 4, "--eval-every", 2, "--out", tmp_path)
+    assert out.returncode == 0
+    rows = tmp_path / "mxfp8" / "steps.jsonl"
+    rows.write_text(rows.read_text() + rows.read_text())  # as if killed after the checkpoint
+    out = run("--resume", tmp_path / "mxfp8", "--steps", 6, "--weight-decay", 0.5)
+    assert out.returncode == 0, out.stderr
+    assert [json.loads(line)["step"] for line in rows.open()] == [1, 2, 3, 4, 5, 6]
+    state = torch.load(tmp_path / "mxfp8" / "ckpt.pt", weights_only=True)
+    assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
+    out = run("--resume", tmp_path / "mxfp8", "--steps", 8, "--optimizer", "fp8adam")
+    assert out.returncode == 2 and "neither can change" in out.stderr
+
+
+def test_a_model_that_blew_up_ends_without_a_sample(text, tmp_path):
+    flags = ["--steps", 1, "--lr", "1e30", "--warmup", 0, "--out", tmp_path]
+    out = run(*TINY, "--data", text, *flags)
+    assert out.returncode == 0 and "val loss nan" in out.stdout and "sample" not in out.stdout
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_no_scraps(text, tmp_path):
+    def fail(aside):
+        aside.write_text("half")
+        raise OSError("No space left on device")
+
+    with pytest.raises(UserError, match="No space left"):
+        train.write_whole(tmp_path / "file.json", fail)
+    assert not list(tmp_path.iterdir())
 
 
 # Faults ------------------------------------------------------------------------------------------
@@ -314,7 +366,7 @@ MISTAKES = [
     ("--recipe mxfp9", "mxfp8"),
     ("--recipe MXFP8", "did you mean mxfp8?"),
     ("--stepz 3", "did you mean --steps?"),
-    ("--steps 0", "counts from 1"),
+    ("--steps 0", "it goes from 1"),
     ("--steps 1e3", "a whole number"),
     ("--lr nan", "cannot be nan"),
     ("--lr -1", "cannot be -1"),
@@ -345,7 +397,13 @@ MISTAKES = [
     ("--compare bf16,smoth=token", "did you mean smooth?"),
     ("--compare bf16,steps", "not field=value"),
     ("--compare bf16,seed=3", "same for all arms"),
+    ("--compare bf16,recipe=mxfp8", "not field=value"),
     ("--compare bf16 current,n_head=3", "must divide"),
+    ("--threads 100000", "below 1000"),
+    ("--seed 18446744073709551616", "cannot be"),
+    ("--batch-size 10000000000000", "cannot be"),
+    ("--warmup " + "9" * 400, "cannot be"),
+    ("--lr 1e300", "cannot be"),
     ("extra", "unknown argument"),
 ]
 
