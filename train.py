@@ -741,7 +741,7 @@ def bench(c, device, rounds=9):
     arms = {name: Arm(replace(c, recipe=name), corpus, device) for name in RECIPES}
     base = "fp32" if device.type == "cpu" else "bf16"
     if base == "fp32":
-        arms = {base: Arm(replace(c, recipe="bf16"), corpus, device), **arms}
+        arms = {base: Arm(replace(c, recipe="bf16", compile=False), corpus, device), **arms}
         for m in arms[base].model.modules():
             if isinstance(m, FP8Linear):
                 m.recipe = replace(m.recipe, name=base, x_fmt=FP32, w_fmt=FP32, g_fmt=FP32)
