@@ -47,6 +47,7 @@ def arm(text, **changes):
 def state_of(a):
     """Everything that outlives a step."""
     flat = {f"model.{k}": v for k, v in a.model.state_dict().items()}
+    flat |= {f"buffer.{k}": v for k, v in a.model.named_buffers()}  # what a step has seen so far
     for i, s in a.optimizer.state_dict()["state"].items():
         flat |= {f"optimizer.{i}.{k}": v for k, v in s.items()}
     flat["rng"], flat["step"] = torch.get_rng_state(), torch.tensor(a.step)
