@@ -5,8 +5,8 @@
     python train.py --compare delayed delayed,smooth=channel  an arm is a recipe plus overrides
     python train.py --bench                                   what a step costs, part by part
 
-Every field of the block below is a flag (--batch-size 16) and, in an arm, an override
-(current,batch_size=16). What a recipe is stands in fp8gpt.py.
+Every field of Config is a flag (--batch-size 16) and, unless all arms must share it, an override
+in an arm (current,batch_size=16). What a recipe is stands in fp8gpt.py.
 """
 
 import argparse

@@ -119,7 +119,7 @@ def test_the_bench_has_a_row_for_every_recipe(text):
     out = run(*TINY, "--data", text, "--bench")
     assert out.returncode == 0 and not out.stderr, out.stderr
     rows = [line.split()[1] for line in out.stdout.splitlines() if line.startswith("| ")]
-    assert rows == ["recipe", "------", "fp32", *RECIPES] or rows[2:] == ["fp32", *RECIPES]
+    assert rows[0] == "recipe" and rows[2:] == ["fp32", *RECIPES]  # between them, the dashes
 
 
 def test_a_terminal_without_unicode_is_no_obstacle(text, tmp_path):
