@@ -31,6 +31,7 @@ the same codes and scales, multiplied in fp32.
 """
 
 import contextlib
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -104,17 +105,22 @@ def round_to(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
 
 
 def encode(x: Tensor, fmt: Format, stochastic: bool = False) -> Tensor:
-    """fp32 -> codes in `fmt.dtype`: `round_to`, stored. torch's cast rounds the same way and is a
-    single pass, but whether it saturates depends on format and version, so the clamp is ours.
-    (x is scratch memory: it is clamped in place.)"""
+    """fp32 -> codes in `fmt.dtype`: `round_to`, stored. (torch's cast rounds the same way in one
+    pass, but not every version saturates: so x is clamped, in place.)"""
     if stochastic:
         return round_to(x, fmt, torch.rand_like(x)).to(fmt.dtype)
     return x.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
 
 
 def decode(q: Tensor) -> Tensor:
-    """Codes -> fp32. There are 256: on a CPU a table beats torch's slow conversion from E4M3."""
-    if q.dtype is not torch.float8_e4m3fn or not q.is_cpu or torch.compiler.is_compiling():
+    """Codes -> fp32. On a CPU torch is slow at it: compiled code there moves the bits to where fp32
+    has them and mends the exponent, eager code looks the 256 numbers of E4M3 up in a table."""
+    if q.is_cpu and q.itemsize == 1 and torch.compiler.is_compiling():
+        fmt, code = E4M3 if q.dtype is E4M3.dtype else E5M2, q.view(torch.uint8).int()
+        bits = (code & 0x7F) << (23 - fmt.mantissa) | (code & 0x80) << 24
+        x = bits.view(torch.float32) * 2.0 ** (fmt.emin + 126)  # exact, also below emin
+        return torch.where(x.abs() <= fmt.max, x, math.nan)
+    if q.dtype is not E4M3.dtype or not q.is_cpu:
         return q.float()
     if not q.is_contiguous() and q.dim() == 2 and q.t().is_contiguous():
         return decode(q.t()).t()  # look up in the order of memory
@@ -153,7 +159,7 @@ class Quantized(NamedTuple):
     """An operand (R, C) in FP8: x ~ q * s. `amax` is the operand's own, whatever s came from."""
 
     q: Tensor  # (R, C) codes, fmt.dtype
-    s: Tensor  # (ceil(R/r), ceil(C/c)) fp32 decode scales; NaN where the tile holds NaN or inf
+    s: Tensor  # (ceil(R/r), ceil(C/c)) decode scales, fp32; NaN where the tile holds NaN or inf
     tile: tuple  # (r, c); None stands for the whole axis
     fmt: Format
     amax: Tensor | None = None  # like s
@@ -230,9 +236,7 @@ def quantize(
         return Quantized(x.to(fmt.dtype), torch.ones(1, 1, device=x.device), (None, None), fmt)
     v = tiles(x.float(), tile)  # (R/r, r, C/c, c)
     own = tile_amax(v)  # (R/r, C/c)
-    if isinstance(amax, float | int):
-        amax = torch.full_like(own, amax)
-    amax = own if amax is None else torch.where(amax > 0, amax, own)
+    amax = own if amax is None else torch.where(torch.as_tensor(amax) > 0, amax, own)
     e = encode_scale(amax, fmt, rounding, margin, max_exponent)
     q = encode(v * e[:, None, :, None], fmt, stochastic)
     s = torch.where(own.isfinite(), e.reciprocal(), math.nan)
@@ -241,17 +245,14 @@ def quantize(
 
 def dequantize(x8: Quantized) -> Tensor:
     """(R, C) fp32: every code times the scale of its tile."""
-    x = decode(x8.q)
-    if x8.s.numel() == 1:
-        return x * x8.s
-    return untile(tiles(x, x8.tile) * x8.s[:, None, :, None], x.shape)
+    x, s = decode(x8.q), x8.s.float()
+    return x * s if s.numel() == 1 else untile(tiles(x, x8.tile) * s[:, None, :, None], x.shape)
 
 
 # ------------------------------------------------------------------------------------------------
 # 3. Recipes: one row each
 #
 # A tile is (rows, columns) of an operand whose columns are contracted; None is the whole axis.
-
 
 RECIPE_CHOICES = dict(
     amax=("now", "history", "constant"), rounding=("fp32", "pow2", "floor"),
@@ -294,7 +295,6 @@ class Recipe:
 
 
 _ROW, _1X128, _128X128, _1X32 = (1, None), (1, 128), (128, 128), (1, 32)
-
 RECIPES = {
     r.name: r
     for r in (
@@ -330,26 +330,29 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
 READERS = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "g": ("dgrad", "wgrad")}
 
 
-def quantize_operand(
-    x: Tensor, operand: str, recipe: Recipe, history: Tensor | None = None, copies: str = "both"
-) -> tuple:
+def quantize_operand(x, operand: str, recipe: Recipe, history=None, copies="both", by="torch"):
     """Quantise x (R, C), the "x", "w" or "g" of a linear, for its two readers -> (x8, x8_t): (R, C)
-    for the GEMM that contracts C, (C, R) for the one that contracts R. copies: "both", "first" or
-    "second"; the other is None. history: the amax of past steps, a scalar, 0 if there is none."""
+    for the GEMM that contracts C, (C, R) for the one that contracts R. history: amax of past steps,
+    a scalar tensor, 0 if none. copies: "both", "first" or "second" (the other is None). by: "torch"
+    or "triton", the kernels that write both copies in one pass (kernels.py)."""
     i, tile, fmt = "xwg".index(operand), *(getattr(recipe, operand + f) for f in ("_tile", "_fmt"))
-    fmt, fmt_t = (fmt if getattr(recipe, gemm) else BF16 for gemm in READERS[operand])
+    first, second = (fmt if getattr(recipe, gemm) else BF16 for gemm in READERS[operand])
+    if copies == "both" and first is not second:
+        one = (quantize_operand(x, operand, recipe, history, c, by) for c in ("first", "second"))
+        return next(one)[0], next(one)[1]
+    fmt, amax = second if copies == "second" else first, history
+    if recipe.amax == "constant":
+        amax = torch.full((), fmt.max * 2.0 ** -recipe.bias[i], device=x.device)
     how = dict(rounding=recipe.rounding, margin=recipe.margin[i], max_exponent=recipe.max_exponent)
+    if by == "triton" and fmt in (E4M3, E5M2):
+        import kernels
 
-    def cast(fmt, tile):
-        constant = fmt.max * 2.0 ** -recipe.bias[i] if recipe.amax == "constant" else None
-        return quantize(x, fmt, tile, amax=constant if history is None else history, **how)
-
-    x8 = cast(fmt, tile) if copies != "second" else None
-    if copies == "first":
-        return x8, None
-    if x8 is not None and fmt is fmt_t and tile == tile[::-1]:  # a square tile, the same format
-        return x8, x8.t()
-    return x8, cast(fmt_t, tile[::-1]).t()  # upright tiles, then read transposed
+        *pairs, own = kernels.cast(x, fmt.dtype, tile, copies=copies, known=amax, **how)
+        return tuple(q and Quantized(*q, tile, fmt, own, recipe.rounding) for q in pairs)
+    x8 = quantize(x, fmt, tile, amax=amax, **how) if copies != "second" else None
+    if copies == "first" or x8 is not None and tile == tile[::-1]:  # a square tile serves both
+        return x8, x8.t() if copies == "both" else None
+    return x8, quantize(x, fmt, tile[::-1], amax=amax, **how).t()  # upright, then read transposed
 
 
 # ------------------------------------------------------------------------------------------------
@@ -383,19 +386,34 @@ def health(x: Tensor, x8: Quantized, where: Tensor | None = None) -> dict:
 # scales cost hardware nothing. Finer tiles are decoded first. Hardware has to agree with this.
 
 
-def choose_backend(recipe: Recipe, device: torch.device) -> tuple:
-    """Where the GEMMs of a recipe run on a device: ("scaled_mm" or "emulated", the reason)."""
-    if {recipe.x_fmt, recipe.w_fmt, recipe.g_fmt} <= {BF16, FP32}:
-        return "emulated", "no FP8 in this recipe"
-    if device.type != "cuda" or torch.version.cuda is None:
-        return "emulated", f"torch has no FP8 matrix units on {device.type}; decoded to fp32"
-    if torch.cuda.get_device_capability(device) < (8, 9):
-        return "emulated", "this GPU is older than Ada (sm_89); decoded to BF16"
-    if {recipe.x_tile, recipe.w_tile, recipe.g_tile} - {(None, None), (1, None)}:
-        return "emulated", "right numbers, slower than BF16; for speed use current or delayed"
-    if [recipe.x_fmt, recipe.w_fmt, recipe.g_fmt].count(E5M2) > 1:
-        return "emulated", "cuBLAS takes one E5M2 operand, not two; decoded to BF16"
-    return "scaled_mm", "FP8 tensor cores"
+class Backend(NamedTuple):
+    cast: str  # "torch", or "triton": kernels.py
+    gemm: str  # "emulated", "scaled_mm" (torch's own) or "triton"
+    why: str  # for the user
+
+
+def choose_backend(recipe: Recipe, device: torch.device) -> Backend:
+    """Where the casts and GEMMs of a recipe run on a device; FP8Linear asks when it meets one."""
+    formats = [recipe.x_fmt, recipe.w_fmt, recipe.g_fmt]
+    cuda = device.type == "cuda" and torch.version.cuda is not None
+    sm = torch.cuda.get_device_capability(device) if cuda else (0, 0)
+    if {*formats} <= {BF16, FP32}:
+        return Backend("torch", "emulated", "no FP8 in this recipe")
+    if sm < (8, 9):
+        unit, wide = ("a GPU before Ada", "BF16") if cuda else (device.type, "fp32")
+        return Backend("torch", "emulated", f"no FP8 matrix units on {unit}; decoded to {wide}")
+    kernels = {*formats} <= {E4M3, E5M2} and importlib.util.find_spec("triton") is not None
+    x_tile, w_tile, g_tile = recipe.x_tile, recipe.w_tile, recipe.g_tile
+    whole = {x_tile, w_tile, g_tile} <= {(None, None), _ROW}  # these scales leave the sum
+    blocks = x_tile == g_tile == _1X128 and w_tile in (_1X128, _128X128)
+    mx = x_tile == w_tile == g_tile == _1X32 and recipe.rounding != "fp32"
+    if whole and formats.count(E5M2) < 2:  # cuBLAS takes one E5M2 operand, not two
+        return Backend("triton" if kernels else "torch", "scaled_mm", "FP8 tensor cores")
+    if kernels and (whole or blocks or mx and sm >= (10, 0)):
+        return Backend("triton", "triton", "FP8 tensor cores, Triton")
+    where = ("triton", "triton") if kernels and mx else ("torch", "emulated")
+    why = f"{recipe.name} is emulated here: right numbers, slower than BF16; "
+    return Backend(*where, why + "for speed use current or delayed")
 
 
 def _scaled_mm(a8: Quantized, b8: Quantized, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
@@ -416,10 +434,14 @@ def gemm_nt(
     a8: Quantized, b8: Quantized, out_dtype=torch.float32, backend="emulated", fast_accum=False
 ) -> Tensor:
     """A (M, K) . B (N, K)^T -> (M, N) in out_dtype, summed in fp32; any M, N, K >= 1.
-    fast_accum: Hopper's tensor cores may keep the running sum in about 14 bits (scaled_mm only)."""
+    backend: a Backend's gemm. fast_accum: Hopper may keep the running sum in about 14 bits."""
     fp8 = {E4M3, E5M2}
     if backend == "scaled_mm" and {a8.fmt, b8.fmt} <= fp8:
         return _scaled_mm(a8, b8, out_dtype, fast_accum)
+    if backend == "triton" and {a8.fmt, b8.fmt} <= fp8:
+        import kernels
+
+        return kernels.gemm_nt(a8.q, a8.s, b8.q, b8.s, out_dtype, fast_accum)
     bare = {a8.tile, b8.tile} <= {(None, None), (1, None)}  # the scales leave the sum
     a, b = (t.q if bare else dequantize(t) for t in (a8, b8))
     # BF16 holds every FP8 code, also times a power of two. (A CPU is slow at BF16: there fp32.)
@@ -469,21 +491,20 @@ class FP8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, fold, w_cast, history, seen, recipe, backend, grad):
         h_x, h_w, h_g = history
-        copies = "both" if grad else "first"
+        copies, by = "both" if grad else "first", backend.cast
+        x8, x8_t = quantize_operand(x if fold is None else x / fold, "x", recipe, h_x, copies, by)
         if fold is None:
-            x8, x8_t = quantize_operand(x, "x", recipe, h_x, copies)
-            w8, w8_t = w_cast or quantize_operand(w, "w", recipe, h_w, copies)
+            w8, w8_t = w_cast or quantize_operand(w, "w", recipe, h_w, copies, by)
         else:
-            x8, x8_t = quantize_operand(x / fold, "x", recipe, h_x, copies)
-            w8, _ = quantize_operand(w * fold, "w", recipe, h_w, "first")
-            _, w8_t = quantize_operand(w, "w", recipe, None, "second") if grad else (None, None)
+            w8, _ = quantize_operand(w * fold, "w", recipe, h_w, "first", by)
+            _, w8_t = quantize_operand(w, "w", recipe, None, "second", by) if grad else (None, None)
         if seen is not None:
             record(seen[0], x8, x8_t)
             record(seen[1], w8, w8_t if fold is None else None)
 
         # fprop: x (M, K) . w (N, K)^T -> y (M, N). Fast accumulation is enough for activations.
         y_dtype = x.dtype if bias is None else torch.float32
-        y = gemm_nt(x8, w8, y_dtype, backend, fast_accum=True)
+        y = gemm_nt(x8, w8, y_dtype, backend.gemm, fast_accum=True)
 
         if grad:
             ctx.save_for_backward(x8_t.q, x8_t.s, w8_t.q, w8_t.s, fold)
@@ -496,15 +517,15 @@ class FP8Matmul(torch.autograd.Function):
     def backward(ctx, g):
         x_q, x_s, w_q, w_s, fold = ctx.saved_tensors
         x8_t, w8_t = ctx.x8_t._replace(q=x_q, s=x_s), ctx.w8_t._replace(q=w_q, s=w_s)
-        g8, g8_t = quantize_operand(g, "g", ctx.recipe, ctx.h_g)
+        g8, g8_t = quantize_operand(g, "g", ctx.recipe, ctx.h_g, by=ctx.backend.cast)
         if ctx.seen is not None:
             record(ctx.seen[2], g8, g8_t)
 
         # dgrad: g (M, N) . w^T (K, N)^T -> dx (M, K)
-        dx = gemm_nt(g8, w8_t, ctx.x_dtype, ctx.backend) if ctx.needs_input_grad[0] else None
+        dx = gemm_nt(g8, w8_t, ctx.x_dtype, ctx.backend.gemm) if ctx.needs_input_grad[0] else None
 
         # wgrad: g^T (N, M) . x^T (K, M)^T -> dw (N, K), in fp32
-        dw = gemm_nt(g8_t, x8_t, torch.float32, ctx.backend) if ctx.needs_input_grad[1] else None
+        dw = gemm_nt(g8_t, x8_t, FP32.dtype, ctx.backend.gemm) if ctx.needs_input_grad[1] else None
         if fold is not None and dw is not None:
             dw = dw * fold
         db = g.float().sum(0) if ctx.has_bias else None
@@ -527,11 +548,11 @@ class FP8Linear(nn.Linear):
             self.register_buffer("amax_seen", torch.zeros(3), persistent=False)  # in this step
         self.folds = False  # whether forward will be given `fold`
         self.w_cast = None  # (w8, w8_t) inside `weights_cast`
-        self.backend, _ = choose_backend(self.recipe, self.weight.device)
+        self.backend = choose_backend(self.recipe, self.weight.device)
 
     def _apply(self, fn, *args, **kwargs):  # .to(device) and its kin
         super()._apply(fn, *args, **kwargs)
-        self.backend, _ = choose_backend(self.recipe, self.weight.device)
+        self.backend = choose_backend(self.recipe, self.weight.device)
         return self
 
     def history(self) -> tuple:
@@ -551,9 +572,8 @@ class FP8Linear(nn.Linear):
             return F.linear(x.float(), self.weight, self.bias).to(x.dtype)
         grad = torch.is_grad_enabled()
         seen = self.amax_seen if self.recipe.amax == "history" and self.training and grad else None
-        x2 = x.reshape(-1, self.in_features)  # (M, K)
         scaling = self.w_cast, self.history(), seen, self.recipe, self.backend, grad
-        y = FP8Matmul.apply(x2, self.weight, self.bias, fold, *scaling)  # (M, N)
+        y = FP8Matmul.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias, fold, *scaling)
         return y.view(*x.shape[:-1], self.out_features)
 
 
@@ -566,7 +586,8 @@ def weights_cast(model: nn.Module):
     copies, before = "both" if torch.is_grad_enabled() else "first", [m.w_cast for m in layers]
     try:
         for m in layers:
-            m.w_cast = quantize_operand(m.weight.detach(), "w", m.recipe, m.history()[1], copies)
+            how = m.recipe, m.history()[1], copies, m.backend.cast
+            m.w_cast = quantize_operand(m.weight.detach(), "w", *how)
         yield
     finally:
         for m, w_cast in zip(layers, before):
@@ -585,9 +606,8 @@ def end_step(model: nn.Module, keep: bool = True):
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX)
     for m, now in zip(layers, seen):
-        if keep:
-            pushed = torch.cat([now[None], m.amax_history[:-1]])
-            m.amax_history.copy_(torch.where(now > 0, pushed, m.amax_history))
+        pushed = torch.cat([now[None], m.amax_history[:-1]])
+        m.amax_history.copy_(torch.where((now > 0) & keep, pushed, m.amax_history))
         m.amax_seen.zero_()
 
 
@@ -659,11 +679,9 @@ class SwiGLU(nn.Module):
 # and loss stay in high precision. The head does too unless asked; so can the first and last blocks.
 
 CONFIG_CHOICES = dict(
-    family=("llama", "gpt2"),
-    smooth=(None, "channel", "token"),
-    w3=(None, "bf16"),
+    family=("llama", "gpt2"), smooth=(None, "channel", "token"), w3=(None, "bf16"),
     head=("bf16", "fp8"),
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -709,24 +727,16 @@ class GPTConfig:
         inner = self.bf16_first <= layer < self.n_layer - self.bf16_last
         return self.recipe if inner and not (linear == "w3" and self.w3) else RECIPES["bf16"]
 
-
-class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the last axis, computed in fp32."""
-
-    def __init__(self, c: GPTConfig):
-        super().__init__()
-        norm = nn.LayerNorm if c.family == "gpt2" else nn.RMSNorm
-        self.inner = norm(c.n_embd, eps=c.norm_eps)
-
-    def forward(self, x):
-        return self.inner(x.float()).to(x.dtype)
+    def norm(self) -> nn.Module:
+        """Over the last axis; its input is fp32."""
+        return (nn.LayerNorm if self.family == "gpt2" else nn.RMSNorm)(self.n_embd, self.norm_eps)
 
 
 class GELUMLP(nn.Module):
-    def __init__(self, c: GPTConfig, layer: int):
+    def __init__(self, n_embd, hidden, recipe, w3_recipe, _):
         super().__init__()
-        self.w1 = FP8Linear(c.n_embd, c.hidden, recipe=c.recipe_of(layer, "w1"))
-        self.w3 = FP8Linear(c.hidden, c.n_embd, recipe=c.recipe_of(layer, "w3"))
+        self.w1 = FP8Linear(n_embd, hidden, recipe=recipe)
+        self.w3 = FP8Linear(hidden, n_embd, recipe=w3_recipe)
 
     def forward(self, x):
         return self.w3(F.gelu(self.w1(x), approximate="tanh"))
@@ -760,17 +770,14 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, c: GPTConfig, layer: int):
         super().__init__()
-        self.norm1, self.norm2 = Norm(c), Norm(c)
+        self.norm1, self.norm2 = c.norm(), c.norm()
         self.attn = Attention(c, layer)
-        if c.family == "gpt2":
-            self.mlp = GELUMLP(c, layer)
-        else:
-            w12, w3 = c.recipe_of(layer, "w12"), c.recipe_of(layer, "w3")
-            self.mlp = SwiGLU(c.n_embd, c.hidden, w12, w3, c.smooth)
+        mlp, w3 = GELUMLP if c.family == "gpt2" else SwiGLU, c.recipe_of(layer, "w3")
+        self.mlp = mlp(c.n_embd, c.hidden, c.recipe_of(layer, "w12"), w3, c.smooth)
 
     def forward(self, x, rope):
-        x = x + self.attn(self.norm1(x), rope)
-        return x + self.mlp(self.norm2(x))
+        x = x + self.attn(self.norm1(x.float()).to(x.dtype), rope)
+        return x + self.mlp(self.norm2(x.float()).to(x.dtype))
 
 
 class GPT(nn.Module):
@@ -785,7 +792,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(padded, c.n_embd)
         self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.family == "gpt2" else None
         self.blocks = nn.ModuleList(Block(c, i) for i in range(c.n_layer))
-        self.norm = Norm(c)
+        self.norm = c.norm()
         self.lm_head = FP8Linear(c.n_embd, padded, bias=False, recipe=c.recipe_of(None, "lm_head"))
         if c.family == "gpt2":
             self.lm_head.weight = self.wte.weight  # tied: one parameter
@@ -815,14 +822,13 @@ class GPT(nn.Module):
                 x = torch.utils.checkpoint.checkpoint(block, x, rope, use_reentrant=False)
             else:
                 x = block(x, rope)
-        x = self.norm(x if targets is not None else x[:, -1:])
+        x = self.norm((x if targets is not None else x[:, -1:]).float()).to(x.dtype)
         logits = self.lm_head(x)[..., : self.config.vocab_size].float()  # padded ids get none
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def weights_cast(self):
-        return weights_cast(self)
+    weights_cast = weights_cast
 
     @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature=1.0, top_k=None) -> Tensor:
@@ -865,13 +871,11 @@ class GPT(nn.Module):
 # average that moves by less than half a step of the grid does not move at all under round to
 # nearest: stochastic rounding moves it in the mean.
 
-
 MASTERS = {"fp32": None, "fp16": FP16, "fp8": E4M3}
 
 
 class FP8Adam(torch.optim.Optimizer):
-    """AdamW (decoupled weight decay) whose moments are stored in 8 bits; 2 bytes and scales a
-    parameter instead of 8.
+    """AdamW (decoupled weight decay) with 8-bit moments: 2 bytes and scales a parameter, not 8.
 
     block    None: one scale a tensor; n: one for each n elements
     master   "fp32", or "fp16" / "fp8" to study low-precision master weights: after each step the
@@ -916,12 +920,11 @@ class FP8Adam(torch.optim.Optimizer):
         v = dequantize(Quantized(state["v"], state["v_scale"], self.tile, self.v_fmt))
         moments, g = ([m.view(p.shape)], [v.view(p.shape)]), p.grad.contiguous()
         adamw([p], [g], *moments, [], [state["step"]], fused=p.is_contiguous(), **adam)
-        positive = v > 0
         for k, x, fmt in (("m", m, self.m_fmt), ("v", v, self.v_fmt)):
             x8 = quantize(x, fmt, self.tile, stochastic=self.stochastic)
             state[k], state[k + "_scale"] = x8.q, x8.s
         codes = state["v"].view(torch.uint8)
-        torch.maximum(codes, positive.view(torch.uint8), out=codes)  # 0 becomes 1 where v > 0
+        torch.maximum(codes, (v > 0).view(torch.uint8), out=codes)  # 0 becomes 1 where v > 0
         if self.master is not None:
             p.copy_(dequantize(quantize(p.reshape(1, -1), self.master)).view(p.shape))
 
@@ -953,11 +956,9 @@ def param_groups(model: nn.Module, weight_decay: float) -> list:
 # 10. Where to go next
 #
 # Add a recipe: write one more row into RECIPES, say
-#
 #     Recipe("mxfp8_hybrid", _1X32, _1X32, _1X32, rounding="floor", g_fmt=E5M2),
-#
 # and `python train.py --compare bf16 mxfp8_hybrid` trains it beside BF16. tests/test_linear.py
-# finds it and holds it against float64. Next, read train.py: the experiment.
+# finds it and holds it against float64. Next: train.py, the experiment; kernels.py, the speed.
 
 
 def tour():
@@ -986,8 +987,7 @@ Formats     bits    max    min normal   min subnormal   right to
     outliers = (1, 1e3, 1e4, 1e5, 1e6)
     print("  outlier   " + "".join(f"{size:<17g}" for size in outliers).rstrip())
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
-    others = torch.ones(256, 512, dtype=torch.bool)
-    others[100, 100] = False
+    others = torch.arange(x.numel()).view(x.shape) != 100 * 512 + 100
     for r in RECIPES.values():
         cells = []
         for x[100, 100] in outliers:  # assigns each of them to that element

@@ -586,14 +586,14 @@ def make_dir(path):
 def announce(arm):
     """The start-up lines: what runs, where, and why."""
     c, r = arm.c, arm.recipe
-    where, why = fp8gpt.choose_backend(r, arm.device)
+    casts, gemms, why = fp8gpt.choose_backend(r, arm.device)
     tiles = " ".join(f"{a or 'all'}x{b or 'all'}" for a, b in (r.x_tile, r.w_tile, r.g_tile))
     formats = "/".join(f.name for f in (r.x_fmt, r.w_fmt, r.g_fmt))
     kept = f"{c.m_fmt}/{c.v_fmt} moments, {c.master} weights"
     kept = kept if c.optimizer == "fp8adam" else "fp32 moments and weights"
     print(f"model    {c.family}, {arm.model.num_params():,} parameters")
     print(f"recipe   {r.name}: x/w/g {formats}, tiles {tiles}, amax {r.amax}, scales {r.rounding}")
-    print(f"GEMMs    {where}: {why}")
+    print(f"GEMMs    {gemms}, casts by {casts}: {why}")
     linears = {}
     for name, m in arm.model.named_modules():
         if isinstance(m, FP8Linear):

@@ -202,19 +202,45 @@ def test_the_scaled_mm_path_equals_emulation(name, M, K, N):
             assert fast.dtype is dtype and close(fast, exact_gemm(a8, b8), tolerance)
 
 
-@pytest.mark.parametrize(
-    "capability, fast", [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)]
-)
-def test_the_backend_of_each_recipe_on_each_gpu(monkeypatch, capability, fast):
+WHERE = {  # compute capability -> where blockwise and mxfp8 multiply, with Triton
+    (8, 0): ("emulated", "emulated"),
+    (8, 9): ("triton", "triton, emulated"),
+    (9, 0): ("triton", "triton, emulated"),
+    (10, 0): ("triton", "triton"),
+    (12, 0): ("triton", "triton"),
+}
+
+
+@pytest.mark.parametrize("capability", WHERE)
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_the_backend_of_each_recipe_on_each_gpu(monkeypatch, capability, has_triton):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    chosen = {r.name: choose_backend(r, torch.device("cuda"))[0] for r in ALL}
-    per_tensor_or_row = {"constant", "amax", "delayed", "current", "rowwise"}
-    assert {n for n, b in chosen.items() if b == "scaled_mm"} == (
-        per_tensor_or_row if fast else set()
-    )
-    e5m2 = replace(RECIPES["current"], x_fmt=E5M2)
-    assert choose_backend(e5m2, torch.device("cuda"))[0] == "emulated"
+    spec = object() if has_triton else None
+    monkeypatch.setattr(fp8gpt.importlib.util, "find_spec", lambda name: spec)
+
+    def chosen(recipe):
+        cast, gemm, why = choose_backend(recipe, torch.device("cuda"))
+        if gemm == "triton" and "emulated here: right numbers, slower than BF16" in why:
+            gemm += ", emulated"
+        kernels = has_triton and capability >= (8, 9) and recipe.name != "bf16"
+        assert gemm == "emulated" or cast == ("triton" if kernels else "torch")
+        return gemm
+
+    fast, slow = capability >= (8, 9), "emulated"
+    for name in ("constant", "amax", "delayed", "current", "rowwise"):
+        assert chosen(RECIPES[name]) == ("scaled_mm" if fast else slow)
+    blockwise, mxfp8 = WHERE[capability] if has_triton else (slow, slow)
+    assert chosen(RECIPES["blockwise"]) == blockwise
+    assert chosen(replace(RECIPES["blockwise"], w_tile=(1, 128))) == blockwise
+    assert chosen(RECIPES["mxfp8"]) == mxfp8
+    assert chosen(RECIPES["bf16"]) == slow
+    # cuBLAS multiplies no E5M2 by E5M2; no kernel has a tile of 64 or a weight in BF16 blocks
+    twice = replace(RECIPES["current"], x_fmt=E5M2)
+    assert chosen(twice) == ("triton" if fast and has_triton else slow)
+    assert chosen(replace(RECIPES["mxfp8"], x_tile=(1, 64))) == slow
+    assert chosen(replace(RECIPES["blockwise"], w_fmt=BF16)) == slow
+    assert chosen(replace(RECIPES["mxfp8"], rounding="fp32")) == slow
 
 
 # Delayed scaling ---------------------------------------------------------------------------------

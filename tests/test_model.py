@@ -168,16 +168,16 @@ def test_gpt2_is_gpt2():
         b = {
             k.removeprefix(f"blocks.{i}."): v for k, v in p.items() if k.startswith(f"blocks.{i}.")
         }
-        n = F.layer_norm(h, (64,), b["norm1.inner.weight"], b["norm1.inner.bias"])
+        n = F.layer_norm(h, (64,), b["norm1.weight"], b["norm1.bias"])
         qkv = n @ b["attn.wqkv.weight"].t() + b["attn.wqkv.bias"]
         q, k, v = (t.view(4, 32, 4, 16).transpose(1, 2) for t in qkv.chunk(3, -1))
         scores = (q @ k.transpose(-1, -2) / 4).masked_fill(torch.ones(32, 32).triu(1).bool(), -1e9)
         a = (scores.softmax(-1) @ v).transpose(1, 2).reshape(4, 32, 64)
         h = h + a @ b["attn.wo.weight"].t() + b["attn.wo.bias"]
-        n = F.layer_norm(h, (64,), b["norm2.inner.weight"], b["norm2.inner.bias"])
+        n = F.layer_norm(h, (64,), b["norm2.weight"], b["norm2.bias"])
         n = F.gelu(n @ b["mlp.w1.weight"].t() + b["mlp.w1.bias"], approximate="tanh")
         h = h + n @ b["mlp.w3.weight"].t() + b["mlp.w3.bias"]
-    h = F.layer_norm(h, (64,), p["norm.inner.weight"], p["norm.inner.bias"])
+    h = F.layer_norm(h, (64,), p["norm.weight"], p["norm.bias"])
     logits = (h @ p["wte.weight"].t())[..., :100]
     # the head is a bf16 linear, so its operands are rounded to 8 bits of mantissa
     torch.testing.assert_close(model(x, y)[0], logits, atol=0.02, rtol=0.02)

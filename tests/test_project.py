@@ -12,7 +12,7 @@ import pytest
 import fp8gpt
 
 ROOT = Path(__file__).resolve().parent.parent
-BUDGETS = {"fp8gpt.py": 1000, "train.py": 800}
+BUDGETS = {"fp8gpt.py": 1000, "train.py": 800, "kernels.py": 900}
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -31,7 +31,8 @@ def imports(name):
 
 
 def test_the_lesson_needs_torch_alone():
-    assert set(imports("fp8gpt.py")) - sys.stdlib_module_names == {"torch"}
+    # kernels.py is imported by the two functions that need it, on a GPU
+    assert set(imports("fp8gpt.py")) - sys.stdlib_module_names == {"torch", "kernels"}
     code = "import sys, torch; old = set(sys.modules); import fp8gpt; print(set(sys.modules) - old)"
     out = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

@@ -1,0 +1,720 @@
+"""fp8gpt, the speed: Triton casts and GEMMs, each of which replaces one line of fp8gpt.py.
+
+The lesson says what must come out, this file how a GPU gets there fast. Two numbers decide:
+
+    bytes    A cast does next to no arithmetic: its floor is the bytes that it moves, over the
+             memory's bandwidth. So x is read once, and both FP8 copies are written from that read.
+    FLOPs    A GEMM of 2 M N K operations is bound by the tensor cores, which do twice as many in
+             FP8 as in BF16. Hopper's take FP8 operands only K-major, that is, with the contracted
+             axis contiguous, on both sides: hence the transposed copies that the casts write.
+
+    line of fp8gpt.py                   here                               bytes an element (BF16 x)
+    quantize, tile (None, None)         cast_tensor                        4 delayed, 6 current
+    quantize, tile (1, None)            cast_rows                          6
+    quantize, tile (1, 128), (128, 128) cast_blocks                        4, and the scales
+    quantize, tile (1, 32)              cast_mx                            4, and the scales
+    gemm_nt                             gemm_scaled, gemm_blocks, gemm_mx
+
+The two FP8 copies of an element, one for each GEMM that reads it, are 2 of those bytes. Casts equal
+the lesson bit for bit; a GEMM adds in another order. Below each kernel stands its wrapper, a torch
+operator; `cast` and `gemm_nt`, at the end, choose by tile. Triton's interpreter runs everything on
+a CPU (TRITON_INTERPRET=1): so the tests compare each kernel with the lesson, and read the machine
+code that Triton makes of it for four kinds of GPU.
+"""
+
+import contextlib
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INF, NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)  # as bits of fp32
+
+# ------------------------------------------------------------------------------------------------
+# 1. What every cast does to a number
+#
+#     amax   the largest |x|, compared as integers: the bits of fp32 magnitudes are in the order of
+#            the numbers, and NaN lies above inf: one maximum finds the amax and any NaN and inf
+#     e, s   fp8gpt.encode_scale, and s = 1 / e
+#     code   fp8gpt.encode: x e, rounded to the grid, saturated
+
+
+@triton.jit
+def magnitude(x):
+    """|x| of any float dtype, as the bits of an fp32 number."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def encode_scale(amax, FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.constexpr,
+                 MAX_EXPONENT: tl.constexpr):  # fmt: skip
+    """amax as bits -> multiplier e, decode scale s; s is NaN where amax is NaN or inf."""
+    FMAX: tl.constexpr = 448.0 if FMT == tl.float8e4nv else 57344.0
+    EMAX: tl.constexpr = 8 if FMT == tl.float8e4nv else 15
+    LOW: tl.constexpr = FMAX * 2.0**-MAX_EXPONENT
+    MAX: tl.constexpr = 3.4028234663852886e38  # of fp32
+    HIGH: tl.constexpr = FMAX * 2.0**MAX_EXPONENT if EMAX + MAX_EXPONENT < 127 else MAX
+    a = tl.minimum(tl.maximum(amax.to(tl.float32, bitcast=True), LOW), HIGH)
+    if ROUNDING == "fp32":
+        e = tl.div_rn(a * 0 + FMAX, a) * 2.0**-MARGIN  # a GPU's `/` is an approximation
+        s = tl.div_rn(e * 0 + 1, e)
+    else:
+        # s = 2^n. 448 and 57344 are 1.75 times a power of two: "pow2" rounds amax / FMAX up by the
+        # carry that a mantissa above 1.75 makes; "floor" drops the mantissa. No division.
+        bits = a.to(tl.int32, bitcast=True) + (0x1FFFFF if ROUNDING == "pow2" else 0)
+        bits = (bits & 0x7F800000) - (EMAX << 23)
+        s = bits.to(tl.float32, bitcast=True) * 2.0**MARGIN
+        e = ((254 << 23) - bits).to(tl.float32, bitcast=True) * 2.0**-MARGIN
+    s = tl.where(amax == 0, 1.0, s).to(tl.int32, bitcast=True)
+    s = tl.where(amax < INF, s, NAN).to(tl.float32, bitcast=True)
+    return tl.where(amax == 0, 1.0, e), s
+
+
+@triton.jit
+def round_fp8(x, FMT: tl.constexpr):
+    """fp8gpt.round_to: fp32 -> the nearest number of the grid, ties to even, saturated, as fp32.
+
+    Add 2^23 steps of the grid: fp32 has no bits left below a step, and its own rounding is ours."""
+    FMAX: tl.constexpr = 448.0 if FMT == tl.float8e4nv else 57344.0
+    MANTISSA: tl.constexpr = 3 if FMT == tl.float8e4nv else 2
+    EMIN: tl.constexpr = -6 if FMT == tl.float8e4nv else -14
+    bits = x.to(tl.int32, bitcast=True)
+    a = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), FMAX)
+    exponent = tl.maximum(a.to(tl.int32, bitcast=True) >> 23, EMIN + 127)
+    magic = ((exponent - MANTISSA + 23) << 23).to(tl.float32, bitcast=True)
+    r = ((a + magic) - magic).to(tl.int32, bitcast=True) | (bits & -0x80000000)
+    return tl.where(x == x, r.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def to_fp8(x, FMT: tl.constexpr):
+    """fp32 -> codes. From sm_89 on one instruction, cvt.rn.satfinite, does to two numbers what
+    round_fp8 spells out. The interpreter's cast does not (triton#8322), so there it comes first."""
+    if INTERPRET:
+        q = round_fp8(x, FMT).to(FMT).to(tl.uint8, bitcast=True)
+        return tl.where(x == x, q, 0x7F).to(tl.uint8).to(FMT, bitcast=True)
+    else:
+        return x.to(FMT)
+
+
+@triton.jit
+def load(ptr, rows, cols, R, C, stride_r, stride_c):
+    """The elements (rows, cols) of a matrix (R, C), 0 outside; offsets have 64 bits."""
+    inside = (rows < R)[:, None] & (cols < C)[None, :]
+    at = rows.to(tl.int64)[:, None] * stride_r + cols.to(tl.int64)[None, :] * stride_c
+    return tl.load(ptr + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store(ptr, rows, cols, R, C, pitch, x):
+    """x into the elements (rows, cols) of a matrix (R, C) whose rows start every `pitch`."""
+    inside = (rows < R)[:, None] & (cols < C)[None, :]
+    at = rows.to(tl.int64)[:, None] * pitch + cols.to(tl.int64)[None, :]
+    tl.store(ptr + at, x, mask=inside)
+
+
+@triton.jit
+def tile_at(C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The tile of this program: its place (i, j), its rows and its columns."""
+    across = tl.cdiv(C, BLOCK_C)
+    i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    return i, j, i * BLOCK_R + tl.arange(0, BLOCK_R), j * BLOCK_C + tl.arange(0, BLOCK_C)
+
+
+# What every wrapper does: allocate and launch. It is a torch operator, so that torch.compile keeps
+# one graph: run on fake tensors, which have shapes but no memory, it only allocates.
+
+FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+def operator(fn):
+    op = torch.library.custom_op(f"fp8gpt::{fn.__name__}", fn, mutates_args=())
+    op.register_fake(fn)
+    return op
+
+
+def launch(kernel, programs: int, *args, **options):
+    x = next(t for t in args if isinstance(t, Tensor))
+    if not isinstance(x, FakeTensor):
+        with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+            kernel[(programs,)](*args, **options)
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def tiles(R: int, C: int, block_r: int, block_c: int) -> int:
+    return triton.cdiv(R, block_r) * triton.cdiv(C, block_c)
+
+
+def two(copies: str, first, second) -> list:
+    """[first(), second()] for copies="both"; None for the one that "first" or "second" excludes."""
+    return [None if copies == "second" else first(), None if copies == "first" else second()]
+
+
+def two_codes(x: Tensor, fmt: torch.dtype, copies: str) -> list:
+    """Empty codes (R, C) and (C, R). Rows start at multiples of 16 bytes, as TMA wants them: then a
+    GEMM takes any shape, since TMA itself reads zeros beyond the end of a row."""
+
+    def empty(R, C):
+        return x.new_empty((R, (C + 15) // 16 * 16), dtype=fmt)[:, :C]
+
+    return two(copies, lambda: empty(*x.shape), lambda: empty(*x.t().shape))
+
+
+def given(tensors: list) -> list:
+    return [t for t in tensors if t is not None]
+
+
+def pitch(t: Tensor | None) -> int:
+    return 0 if t is None else t.stride(0)
+
+
+# ------------------------------------------------------------------------------------------------
+# 2. Casts whose scale is known before the tile is read: cast_tensor and cast_rows
+#
+# A scale of the whole tensor, or of a whole row, must be known before the first code is written, so
+# x is read twice: 2 bytes for the amax, then 2 + 1 + 1 to cast. Delayed scaling knows its amax
+# beforehand: the first kernel finds it positive and returns without a read, and the second collects
+# this step's amax on the way. That is all that delayed scaling saves: 4 bytes instead of 6.
+#
+#     for each tile of x, in parallel                  for each tile of x, in parallel
+#         amax = max(amax, |tile|)    (atomic)             e   = encode_scale(amax)
+#                                                          q   = code(tile e)
+#                                                          q_t = code(tile^T e)
+#
+# The tile is transposed in 16 bits, before the cast: Hopper's shared memory does that to 8 numbers
+# in one instruction (LDSM.T); to 8-bit numbers one at a time. A tile of 64 x 64 keeps a thread at
+# 72 registers, so that 28 warps share a processor and their loads hide the memory's latency.
+
+
+@triton.jit
+def _amax(x_ptr, known_ptr, amax_ptr, amax_t_ptr, R, C, stride_r, stride_c,
+          LINES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    if known_ptr is not None:
+        if tl.load(known_ptr) > 0:
+            return
+    _, _, rows, cols = tile_at(C, BLOCK, BLOCK)
+    m = magnitude(load(x_ptr, rows, cols, R, C, stride_r, stride_c))
+    if not LINES:
+        tl.atomic_max(amax_ptr, tl.max(m), sem="relaxed")
+    else:  # of every row and of every column
+        if amax_ptr is not None:
+            tl.atomic_max(amax_ptr + rows, tl.max(m, 1), mask=rows < R, sem="relaxed")
+        if amax_t_ptr is not None:
+            tl.atomic_max(amax_t_ptr + cols, tl.max(m, 0), mask=cols < C, sem="relaxed")
+
+
+@triton.jit
+def _cast_tensor(x_ptr, known_ptr, amax_ptr, s_ptr, q_ptr, qt_ptr, R, C, stride_r, stride_c,
+                 pitch, pitch_t, FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.constexpr,
+                 MAX_EXPONENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    _, _, rows, cols = tile_at(C, BLOCK, BLOCK)
+    x = load(x_ptr, rows, cols, R, C, stride_r, stride_c)
+    amax = tl.load(amax_ptr)
+    if known_ptr is not None:
+        known = tl.load(known_ptr)
+        amax = tl.where(known > 0, known.to(tl.int32, bitcast=True), amax)
+    e, s = encode_scale(amax, FMT, ROUNDING, MARGIN, MAX_EXPONENT)
+    if q_ptr is not None:
+        store(q_ptr, rows, cols, R, C, pitch, to_fp8(x.to(tl.float32) * e, FMT))
+    if qt_ptr is not None:
+        store(qt_ptr, cols, rows, C, R, pitch_t, to_fp8(tl.trans(x).to(tl.float32) * e, FMT))
+    # s is collected as a maximum, too: as bits, NaN is above every number, so a program that meets
+    # NaN or inf has the last word, whenever it runs.
+    own = tl.max(magnitude(x))
+    tl.atomic_max(amax_ptr, own, sem="relaxed")
+    s = tl.where(own < INF, s.to(tl.int32, bitcast=True), NAN)
+    tl.atomic_max(s_ptr, s, mask=(tl.program_id(0) == 0) | (own >= INF), sem="relaxed")
+
+
+@operator
+def cast_tensor(
+    x: Tensor, fmt: torch.dtype, rounding: str, margin: int, max_exponent: int, copies: str,
+    known: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """`quantize` with tile (None, None): x (R, C), any float dtype and strides -> [q (R, C), q_t
+    (C, R), (amax, s) fp32]. copies: "both", "first" or "second". known: quantize's amax, a scalar.
+
+    Bytes an element of a BF16 x: 4 if `known` is positive, else 6."""
+    (R, C), stats = x.shape, x.new_zeros(2, dtype=torch.int32)
+    q, q_t = two_codes(x, fmt, copies)
+    shape, how = (R, C, *x.stride()), (FORMATS[fmt], rounding, margin, max_exponent)
+    amax, s = stats[:1], stats[1:]
+    launch(_amax, tiles(R, C, 128, 128), x, known, amax, None, *shape, False, 128, num_warps=8)
+    outputs = amax, s, q, q_t, *shape, pitch(q), pitch(q_t)
+    launch(_cast_tensor, tiles(R, C, 64, 64), x, known, *outputs, *how, 64)
+    return given([q, q_t, stats.view(torch.float32)])
+
+
+@triton.jit
+def _cast_rows(x_ptr, amax_ptr, amax_t_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, R, C, stride_r, stride_c,
+               pitch, pitch_t, FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.constexpr,
+               MAX_EXPONENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    i, j, rows, cols = tile_at(C, BLOCK, BLOCK)
+    x = load(x_ptr, rows, cols, R, C, stride_r, stride_c)
+    if q_ptr is not None:
+        amax = tl.load(amax_ptr + rows, mask=rows < R, other=0)
+        e, s = encode_scale(amax, FMT, ROUNDING, MARGIN, MAX_EXPONENT)
+        if j == 0:
+            tl.store(s_ptr + rows, s, mask=rows < R)
+        store(q_ptr, rows, cols, R, C, pitch, to_fp8(x.to(tl.float32) * e[:, None], FMT))
+    if qt_ptr is not None:
+        amax = tl.load(amax_t_ptr + cols, mask=cols < C, other=0)
+        e, s = encode_scale(amax, FMT, ROUNDING, MARGIN, MAX_EXPONENT)
+        if i == 0:
+            tl.store(st_ptr + cols, s, mask=cols < C)
+        v = tl.trans(x).to(tl.float32) * e[:, None]
+        store(qt_ptr, cols, rows, C, R, pitch_t, to_fp8(v, FMT))
+
+
+@operator
+def cast_rows(
+    x: Tensor, fmt: torch.dtype, rounding: str, margin: int, max_exponent: int, copies: str
+) -> list[Tensor]:
+    """`quantize` with tile (1, None), of x (R, C) and of its transpose -> [q (R, C), q_t (C, R),
+    s (R, 1), s_t (C, 1)]; see cast_tensor.
+
+    Bytes an element of a BF16 x: 6; for one copy alone 5."""
+    R, C = x.shape
+    q, q_t = two_codes(x, fmt, copies)
+    s, s_t = two(copies, lambda: x.new_empty((R, 1), dtype=torch.float32),
+                 lambda: x.new_empty((C, 1), dtype=torch.float32))  # fmt: skip
+    amaxes = two(copies, lambda: x.new_zeros(R, dtype=torch.int32),
+                 lambda: x.new_zeros(C, dtype=torch.int32))  # fmt: skip
+    shape, how = (R, C, *x.stride()), (FORMATS[fmt], rounding, margin, max_exponent)
+    launch(_amax, tiles(R, C, 128, 128), x, None, *amaxes, *shape, True, 128, num_warps=8)
+    outputs = q, s, q_t, s_t, *shape, pitch(q), pitch(q_t)
+    launch(_cast_rows, tiles(R, C, 64, 64), x, *amaxes, *outputs, *how, 64)
+    return given([q, q_t, s, s_t])
+
+
+# ------------------------------------------------------------------------------------------------
+# 3. Casts whose scale is found on the way: cast_blocks and cast_mx
+#
+# If a tile of the recipe fits into a tile of the program, the amax is there as soon as x is: one
+# read, no atomics, 2 + 1 + 1 bytes and the scales (4 bytes for 128 numbers, or 1 for 32, each way).
+# The price is arithmetic: threads of a warp must compare their maxima, by shuffles.
+#
+#     x = load(tile)
+#     for v in (x, x^T):
+#         amax = the maximum of every 128 (32) numbers of a row of v
+#         e, s = encode_scale(amax)
+#         store code(v e), s
+#
+# A GPU that copies 4.3 TB/s has time for about 27 instructions an element at 4 bytes. These tiles
+# make Triton spend 21 of them; 64 x 64 would take 44 for MX, most of them shuffles, because there
+# the 32 numbers of a column lie in 16 threads instead of 4.
+
+
+@triton.jit
+def quantize_rows(x, FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.constexpr,
+                  MAX_EXPONENT: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """A tile (r, c), one scale for WIDTH numbers of a row -> codes (r, c), s (r, c / WIDTH)."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    v = tl.reshape(x, (R, C // WIDTH, WIDTH))
+    e, s = encode_scale(tl.max(magnitude(v), 2), FMT, ROUNDING, MARGIN, MAX_EXPONENT)
+    return tl.reshape(to_fp8(v.to(tl.float32) * e[:, :, None], FMT), (R, C)), s
+
+
+@triton.jit
+def store_scales(ptr, rows, cols, R, C, s, E8M0: tl.constexpr, SWIZZLE: tl.constexpr):
+    """s (r, c) into a matrix (R, C): fp32 column by column, because a GEMM reads a column for each
+    step along K; or as bytes, row by row or in the order of Blackwell's tensor cores."""
+    inside = (rows < R)[:, None] & (cols < C)[None, :]
+    rows, cols = rows.to(tl.int64)[:, None], cols.to(tl.int64)[None, :]
+    if E8M0:
+        s = (s.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)  # the exponent; of NaN, 255
+    if SWIZZLE:  # 32_4_4: 128 rows x 4 columns are 512 bytes; rows 0, 32, 64, 96 lie side by side
+        at = (rows // 128 * tl.cdiv(C, 4) + cols // 4) * 512
+        at += rows % 32 * 16 + rows % 128 // 32 * 4 + cols % 4
+    elif E8M0:
+        at = rows * C + cols
+    else:
+        at = rows + cols * R
+    tl.store(ptr + at, s, mask=inside)
+
+
+@triton.jit
+def _cast_tiles(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, R, C, stride_r, stride_c, pitch, pitch_t,
+                FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.constexpr,
+                MAX_EXPONENT: tl.constexpr, WIDTH: tl.constexpr, E8M0: tl.constexpr,
+                SWIZZLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+    i, j, rows, cols = tile_at(C, BLOCK_R, BLOCK_C)
+    x = load(x_ptr, rows, cols, R, C, stride_r, stride_c)
+    if q_ptr is not None:
+        q, s = quantize_rows(x, FMT, ROUNDING, MARGIN, MAX_EXPONENT, WIDTH)
+        store(q_ptr, rows, cols, R, C, pitch, q)
+        blocks = j * (BLOCK_C // WIDTH) + tl.arange(0, BLOCK_C // WIDTH)
+        store_scales(s_ptr, rows, blocks, R, tl.cdiv(C, WIDTH), s, E8M0, SWIZZLE)
+    if qt_ptr is not None:
+        q, s = quantize_rows(tl.trans(x), FMT, ROUNDING, MARGIN, MAX_EXPONENT, WIDTH)
+        store(qt_ptr, cols, rows, C, R, pitch_t, q)
+        blocks = i * (BLOCK_R // WIDTH) + tl.arange(0, BLOCK_R // WIDTH)
+        store_scales(st_ptr, cols, blocks, C, tl.cdiv(R, WIDTH), s, E8M0, SWIZZLE)
+
+
+@triton.jit
+def _cast_squares(x_ptr, q_ptr, s_ptr, qt_ptr, R, C, stride_r, stride_c, pitch, pitch_t,
+                  FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.constexpr,
+                  MAX_EXPONENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    _, _, rows, cols = tile_at(C, BLOCK, BLOCK)
+    x = load(x_ptr, rows, cols, R, C, stride_r, stride_c)
+    e, s = encode_scale(tl.max(magnitude(x)), FMT, ROUNDING, MARGIN, MAX_EXPONENT)
+    tl.store(s_ptr + tl.program_id(0), s)
+    if q_ptr is not None:
+        store(q_ptr, rows, cols, R, C, pitch, to_fp8(x.to(tl.float32) * e, FMT))
+    if qt_ptr is not None:
+        store(qt_ptr, cols, rows, C, R, pitch_t, to_fp8(tl.trans(x).to(tl.float32) * e, FMT))
+
+
+@operator
+def cast_blocks(
+    x: Tensor, fmt: torch.dtype, rounding: str, margin: int, max_exponent: int, copies: str,
+    square: bool,
+) -> list[Tensor]:  # fmt: skip
+    """`quantize` with tile (1, 128), of x (R, C) and of its transpose -> [q (R, C), q_t (C, R),
+    s (R, C/128), s_t (C, R/128)]; `square`: with tile (128, 128), for weights -> [q, q_t, s (R/128,
+    C/128)]. See cast_tensor.
+
+    Bytes an element of a BF16 x: 4, and 4 a scale."""
+    R, C = x.shape
+    q, q_t = two_codes(x, fmt, copies)
+    shape = R, C, *x.stride(), pitch(q), pitch(q_t)
+    how = FORMATS[fmt], rounding, margin, max_exponent
+    across, down = triton.cdiv(C, 128), triton.cdiv(R, 128)
+    if square:
+        s = x.new_empty((down, across), dtype=torch.float32)
+        launch(_cast_squares, down * across, x, q, s, q_t, *shape, *how, 128, num_warps=8)
+        return given([q, q_t, s])
+    s, s_t = two(copies, lambda: x.new_empty((across, R), dtype=torch.float32).t(),
+                 lambda: x.new_empty((down, C), dtype=torch.float32).t())  # fmt: skip
+    tile = 128, False, False, 128, 128
+    launch(_cast_tiles, down * across, x, q, s, q_t, s_t, *shape, *how, *tile, num_warps=8)
+    return given([q, q_t, s, s_t])
+
+
+@operator
+def cast_mx(
+    x: Tensor, fmt: torch.dtype, rounding: str, margin: int, max_exponent: int, copies: str,
+    swizzle: bool | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """`quantize` with tile (1, 32), of x (R, C) and of its transpose -> [q (R, C), q_t (C, R),
+    s (R, C/32), s_t (C, R/32)], the scales as torch.float8_e8m0fnu; `swizzle` (the default on
+    Blackwell): flat, in the layout 32_4_4 of its tensor cores and F.scaled_mm. See cast_tensor.
+
+    Bytes an element of a BF16 x: 4, and 1 a scale."""
+    R, C = x.shape
+    swizzle = capability(x.device)[0] >= 10 if swizzle is None else swizzle
+    q, q_t = two_codes(x, fmt, copies)
+
+    def bytes(R, C):
+        if swizzle:
+            return x.new_zeros(triton.cdiv(R, 128) * triton.cdiv(C, 4) * 512, dtype=torch.uint8)
+        return x.new_empty((R, C), dtype=torch.uint8)
+
+    s, s_t = two(copies, lambda: bytes(R, triton.cdiv(C, 32)), lambda: bytes(C, triton.cdiv(R, 32)))
+    shape = R, C, *x.stride(), pitch(q), pitch(q_t)
+    how = FORMATS[fmt], rounding, margin, max_exponent
+    tile = 32, True, swizzle, 32, 128
+    launch(_cast_tiles, tiles(R, C, 32, 128), x, q, s, q_t, s_t, *shape, *how, *tile, num_warps=2)
+    return given([q, q_t, *(t.view(torch.float8_e8m0fnu) for t in given([s, s_t]))])
+
+
+# ------------------------------------------------------------------------------------------------
+# 4. gemm_scaled: the scale waits until the sum is done
+#
+# A scale of a tensor or a row leaves the sum over K, so the loop is that of a plain FP8 GEMM, and
+# the scales multiply each output once: 2 M N K operations at the tensor cores' rate.
+#
+#     for each tile of y that this program owns:       the program lives on while there are tiles
+#         acc = 0
+#         for k in steps of 128:                       TMA brings the next steps meanwhile
+#             acc += a[:, k] . b[:, k]^T
+#         y = acc s_a s_b^T
+#
+# Hopper's FP8 tensor cores keep about 14 bits of a running sum. That will do for activations (fast
+# accumulation: fprop), not for gradients: there (dgrad, wgrad) every 128 products are added to a
+# sum in fp32 registers. max_num_imprecise_acc=0 would leave the FP8 tensor cores.
+
+
+@triton.jit
+def tile_of(tile, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """Row and column where output tile number `tile` begins. Eight tiles down, then one right: the
+    tiles in flight share rows of A and of B in the L2 cache."""
+    GROUP: tl.constexpr = 8
+    down, right = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    first = tile // (GROUP * right) * GROUP
+    height = tl.minimum(down - first, GROUP)
+    inner = tile % (GROUP * right)
+    return (first + inner % height) * BM, inner // height * BN
+
+
+@triton.jit
+def operand(a, row, k, R, K, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """Codes from (row, k) of an operand (R, K), 0 outside: `a` is a TMA descriptor, or, on Ada,
+    which has none, a pointer."""
+    if TMA:
+        return a.load([row, k])
+    else:
+        return load(a, row + tl.arange(0, ROWS), k + tl.arange(0, COLS), R, K, stride, 1)
+
+
+@triton.jit
+def plain(x):
+    """Codes for tl.dot. (The interpreter multiplies fp32.)"""
+    return x.to(tl.float32) if INTERPRET else x
+
+
+@triton.jit
+def _gemm_scaled(a_ptr, b_ptr, sa_ptr, sb_ptr, y_ptr, M, N, K, a_stride, b_stride, sa_stride,
+                 sb_stride, IMPRECISE: tl.constexpr, TMA: tl.constexpr, PROGRAMS: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                 PARTS: tl.constexpr):  # fmt: skip
+    count = tl.cdiv(M, BM) * tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
+        m, n = tile_of(tile, M, N, BM, BN)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            a = operand(a_ptr, m, k, M, K, a_stride, BM, BK, TMA)
+            b = operand(b_ptr, n, k, N, K, b_stride, BN, BK, TMA)
+            acc = tl.dot(plain(a), plain(b).T, acc, max_num_imprecise_acc=IMPRECISE)
+        rows = m + tl.arange(0, BM)
+        s_a = tl.load(sa_ptr + rows * sa_stride, mask=rows < M, other=0)
+        halves = (acc,)  # half the registers and shared memory on the way out, if in two halves
+        if PARTS == 2:
+            halves = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+        for p in tl.static_range(PARTS):
+            cols = n + p * (BN // PARTS) + tl.arange(0, BN // PARTS)
+            s_b = tl.load(sb_ptr + cols * sb_stride, mask=cols < N, other=0)
+            y = halves[p] * (s_a[:, None] * s_b[None, :])
+            store(y_ptr, rows, cols, M, N, N, y.to(y_ptr.dtype.element_ty))
+
+
+def k_major(a: Tensor) -> Tensor:
+    """a (R, K), or a copy of it, with rows that TMA can read."""
+    if a.stride(1) == 1 and a.stride(0) % 16 == 0 and a.storage_offset() % 16 == 0:
+        return a
+    (copy,) = given(two_codes(a, a.dtype, "first"))
+    return copy.copy_(a)
+
+
+def tma(a: Tensor, rows: int, cols: int):
+    """The descriptor by which TMA loads tiles of a, which is made on the host."""
+    if isinstance(a, FakeTensor) or capability(a.device) == (8, 9):
+        return a
+    return TensorDescriptor.from_tensor(a, [rows, cols])
+
+
+def is_small(device: torch.device) -> bool:
+    """Ada and consumer Blackwell: 99 KB of shared memory for a program instead of 227."""
+    return capability(device) == (8, 9) or capability(device)[0] == 12
+
+
+@operator
+def gemm_scaled(
+    a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """`gemm_nt`: codes a (M, K), b (N, K); s_a (M, 1) or (1, 1), s_b (N, 1) or (1, 1) fp32 ->
+    (M, N). Any mix of formats; any M, N, K."""
+    (M, K), N = a.shape, b.shape[0]
+    a, b, y = k_major(a), k_major(b), a.new_empty((M, N), dtype=out_dtype)
+    programs = processors(a.device)
+    tile, options = (128, 128, 128, 1), dict(num_warps=8, num_stages=4)  # BM, BN, BK, PARTS
+    if is_small(a.device):
+        options["num_stages"] = 3
+    elif fast_accum and tiles(M, N, 128, 256) >= programs:
+        # Twice the products for each byte that is loaded. (A second sum, in fp32, would not fit
+        # into the registers, and few tiles would leave processors idle.)
+        tile = (128, 256, 128, 2)
+    how = None if fast_accum else 128, capability(a.device) != (8, 9), programs
+    shape = M, N, K, a.stride(0), b.stride(0), int(s_a.numel() > 1), int(s_b.numel() > 1)
+    launch(
+        _gemm_scaled, min(programs, tiles(M, N, *tile[:2])), tma(a, tile[0], 128),
+        tma(b, tile[1], 128), s_a, s_b, y, *shape, *how, *tile, **options,
+    )  # fmt: skip
+    return y
+
+
+# ------------------------------------------------------------------------------------------------
+# 5. gemm_blocks: a scale for every 128 products
+#
+# The scales change along K, so the tensor core sums 128 products and the ordinary units add the
+# scaled sum to fp32 registers: 2 instructions for each element and step, while the tensor core
+# waits. It need not idle: tiles of 64 x 128 are small enough for three programs to share a
+# processor, and while one adds another multiplies. Precise accumulation comes for free.
+#
+#     acc = 0
+#     for k in steps of 128:
+#         acc += (a[:, k] . b[:, k]^T) s_a[:, k] s_b[:, k]^T       s_b: one number for 128 x 128
+#     y = acc
+
+
+@triton.jit
+def _gemm_blocks(a_ptr, b_ptr, sa_ptr, sb_ptr, y_ptr, M, N, K, a_stride, b_stride, sb_n, sb_k,
+                 B_ROWS: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr,
+                 BN: tl.constexpr):  # fmt: skip
+    m, n = tile_of(tl.program_id(0), M, N, BM, BN)
+    rows, cols = m + tl.arange(0, BM), n + tl.arange(0, BN)
+    acc, blocks = tl.zeros((BM, BN), tl.float32), tl.cdiv(K, 128)
+    for k in range(0, blocks):
+        a = operand(a_ptr, m, k * 128, M, K, a_stride, BM, 128, TMA)
+        b = operand(b_ptr, n, k * 128, N, K, b_stride, BN, 128, TMA)
+        block = k + tl.arange(0, 1)
+        s_a = load(sa_ptr, rows, block, M, blocks, 1, M)  # (BM, 1)
+        s_b = load(sb_ptr, block, cols // B_ROWS, blocks, tl.cdiv(N, B_ROWS), sb_k, sb_n)  # (1, BN)
+        acc += tl.dot(plain(a), plain(b).T) * s_a * s_b
+    store(y_ptr, rows, cols, M, N, N, acc.to(y_ptr.dtype.element_ty))
+
+
+@operator
+def gemm_blocks(a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`gemm_nt`: codes a (M, K), b (N, K); s_a (M, K/128) fp32, and s_b (N, K/128), or (N/128,
+    K/128) for squares -> (M, N)."""
+    (M, K), N = a.shape, b.shape[0]
+    a, b, y = k_major(a), k_major(b), a.new_empty((M, N), dtype=out_dtype)
+    s_a = s_a.t().contiguous().t()  # column by column, as cast_blocks writes it
+    bm, bn = (64, 64) if capability(a.device) == (8, 9) else (64, 128)  # Ada sums in registers
+    how = 1 if s_b.shape[0] == N else 128, capability(a.device) != (8, 9), bm, bn
+    shape = M, N, K, a.stride(0), b.stride(0), *s_b.stride()
+    operands = tma(a, bm, 128), tma(b, bn, 128), s_a, s_b, y
+    launch(_gemm_blocks, tiles(M, N, bm, bn), *operands, *shape, *how, num_warps=4, num_stages=3)
+    return y
+
+
+# ------------------------------------------------------------------------------------------------
+# 6. gemm_mx: a scale for every 32 products
+#
+# Blackwell's tensor cores multiply by the scales themselves, one byte for 32 codes, at the full FP8
+# rate. No other GPU can: Hopper and Ada decode the codes to BF16 on the way to their BF16 tensor
+# cores, which is exact, and slower than a BF16 GEMM: right numbers, no speed.
+#
+#     acc = 0
+#     for k in steps of 128:
+#         Blackwell: acc += dot_scaled(a[:, k], s_a[:, k], b[:, k], s_b[:, k])
+#         else:      acc += (a[:, k] s_a[:, k]) . (b[:, k] s_b[:, k])^T         in BF16
+#     y = acc
+
+
+@triton.jit
+def decode_mx(q, s):
+    """Codes (r, c) and E8M0 bytes (r, c / 32) -> BF16; exact for scales from 2^-117 to 2^119."""
+    R: tl.constexpr = q.shape[0]
+    C: tl.constexpr = q.shape[1]
+    bits = tl.where(s == 0, 0x400000, s.to(tl.int32) << 23)  # a byte of 0 stands for 2^-127
+    s = tl.where(s == 255, NAN, bits).to(tl.float32, bitcast=True)
+    q, s = (plain(q), s) if INTERPRET else (q.to(tl.bfloat16), s.to(tl.bfloat16))
+    return tl.reshape(tl.reshape(q, (R, C // 32, 32)) * s[:, :, None], (R, C))
+
+
+@triton.jit
+def load_swizzled(ptr, row, k, R, across, ROWS: tl.constexpr):
+    """E8M0 bytes (ROWS, 4) of the rows from `row` and the blocks from 4 k on, in layout 32_4_4."""
+    tile = row // 128 + tl.arange(0, ROWS // 128)[:, None]
+    at = (tile.to(tl.int64) * across + k) * 512 + tl.arange(0, 512)[None, :]
+    s = tl.load(ptr + at, mask=tile * 128 < R, other=0)
+    s = tl.permute(tl.reshape(s, (ROWS // 128, 32, 4, 4)), (0, 2, 1, 3))
+    return tl.reshape(s, (ROWS, 4))
+
+
+@triton.jit
+def _gemm_mx(a_ptr, b_ptr, sa_ptr, sb_ptr, y_ptr, M, N, K, a_stride, b_stride, FMT_A: tl.constexpr,
+             FMT_B: tl.constexpr, NATIVE: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr,
+             BN: tl.constexpr):  # fmt: skip
+    m, n = tile_of(tl.program_id(0), M, N, BM, BN)
+    rows, cols = m + tl.arange(0, BM), n + tl.arange(0, BN)
+    acc, blocks = tl.zeros((BM, BN), tl.float32), tl.cdiv(K, 32)
+    for k in range(0, tl.cdiv(K, 128)):
+        a = operand(a_ptr, m, k * 128, M, K, a_stride, BM, 128, TMA)
+        b = operand(b_ptr, n, k * 128, N, K, b_stride, BN, 128, TMA)
+        if NATIVE:
+            s_a = load_swizzled(sa_ptr, m, k, M, tl.cdiv(blocks, 4), BM)
+            s_b = load_swizzled(sb_ptr, n, k, N, tl.cdiv(blocks, 4), BN)
+            acc = tl.dot_scaled(a, s_a, FMT_A, b.T, s_b, FMT_B, acc)
+        else:
+            at = k * 4 + tl.arange(0, 4)
+            a = decode_mx(a, load(sa_ptr, rows, at, M, blocks, blocks, 1))
+            b = decode_mx(b, load(sb_ptr, cols, at, N, blocks, blocks, 1))
+            acc = tl.dot(a, b.T, acc)
+    store(y_ptr, rows, cols, M, N, N, acc.to(y_ptr.dtype.element_ty))
+
+
+@operator
+def gemm_mx(a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`gemm_nt`: codes a (M, K), b (N, K); scales as cast_mx writes them -> (M, N). Swizzled scales
+    need Blackwell."""
+    (M, K), N, native = a.shape, b.shape[0], s_a.dim() == 1
+    a, b, y = k_major(a), k_major(b), a.new_empty((M, N), dtype=out_dtype)
+    if native and is_small(a.device):
+        bm, bn, options = 128, 128, dict(num_warps=8, num_stages=2)
+    elif native:
+        bm, bn, options = 128, 256, dict(num_warps=4, num_stages=4)
+    elif is_small(a.device):  # decoding takes registers: a small tile for Ada, or they spill
+        bm, bn, options = 64, 128, dict(num_warps=8, num_stages=2)
+    else:
+        bm, bn, options = 128, 128, dict(num_warps=8, num_stages=3)
+    names = ("e4m3" if t.dtype is torch.float8_e4m3fn else "e5m2" for t in (a, b))
+    how = *names, native, capability(a.device) != (8, 9), bm, bn
+    operands = tma(a, bm, 128), tma(b, bn, 128), s_a.view(torch.uint8), s_b.view(torch.uint8), y
+    launch(
+        _gemm_mx, tiles(M, N, bm, bn), *operands, M, N, K, a.stride(0), b.stride(0), *how, **options
+    )
+    return y
+
+
+# ------------------------------------------------------------------------------------------------
+# 7. The two doors
+
+
+def cast(
+    x: Tensor, fmt: torch.dtype, tile: tuple, rounding="fp32", margin=0, max_exponent=126,
+    copies="both", known: Tensor | None = None,
+) -> tuple:  # fmt: skip
+    """fp8gpt.quantize of x (R, C) for both its readers, with `tile`, and of its transpose with the
+    same -> ((q, s), (q_t, s_t), amax); see cast_tensor. None for a copy that is not wanted, and for
+    amax (1, 1), but of a whole tensor."""
+    how, amax = (fmt, rounding, margin, max_exponent, copies), None
+    rows, cols = copies != "second", copies != "first"
+    if tile == (None, None):
+        *q, stats = cast_tensor(x, *how, known)
+        amax, s = stats.view(2, 1, 1).unbind()
+        s = [s] * len(q)
+    elif tile == (128, 128):
+        *q, s = cast_blocks(x, *how, True)
+        s = [s, s.t()][not rows :][: len(q)]
+    else:
+        if tile == (1, None):
+            out = cast_rows(x, *how)
+        elif tile == (1, 128):
+            out = cast_blocks(x, *how, False)
+        else:
+            out = cast_mx(x, *how)
+        q, s = out[: len(out) // 2], out[len(out) // 2 :]
+    return (q[0], s[0]) if rows else None, (q[-1], s[-1]) if cols else None, amax
+
+
+def gemm_nt(
+    a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype=torch.float32, fast_accum=False
+) -> Tensor:
+    """fp8gpt.gemm_nt: codes a (M, K), b (N, K) and their scales, as `cast` makes them -> (M, N)."""
+    if s_a.dtype is torch.float8_e8m0fnu:
+        return gemm_mx(a, s_a, b, s_b, out_dtype)
+    if all(s.shape in ((len(t), 1), (1, 1)) for t, s in ((a, s_a), (b, s_b))):
+        return gemm_scaled(a, s_a, b, s_b, out_dtype, fast_accum)
+    return gemm_blocks(a, s_a, b, s_b, out_dtype)

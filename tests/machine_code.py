@@ -1,0 +1,192 @@
+"""What Triton makes of kernels.py, on a machine without a GPU: its machine code, read.
+
+    python tests/machine_code.py            every configuration for Hopper, one per kernel elsewhere
+    python tests/machine_code.py --all      every configuration and format for four kinds of GPU
+
+Each wrapper of kernels.py is called as FP8Linear would call it, on a CPU's tensors, under a driver
+that pretends to be the GPU; instead of a launch there is a compilation. cuobjdump and ptxas come
+with Triton. A table of registers, shared memory and instructions is printed.
+"""
+
+import collections
+import concurrent.futures
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TARGETS = {89: "Ada", 90: "Hopper", 100: "Blackwell", 120: "RTX Blackwell"}
+SHARED = {89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes a program may have
+TENSOR_CORES = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}  # of FP8
+n = 4096
+
+
+def casts(fmt=E4M3, dtype=torch.bfloat16):
+    """name -> a call of a wrapper."""
+
+    def x(kernels, wrapper, *how):
+        getattr(kernels, wrapper)(torch.empty(n, n, dtype=dtype), fmt, *how)
+
+    known = torch.ones(())
+    return {
+        "cast_tensor, current": lambda k: x(k, "cast_tensor", "fp32", 0, 126, "both", None),
+        "cast_tensor, delayed": lambda k: x(k, "cast_tensor", "fp32", 0, 126, "both", known),
+        "cast_rows": lambda k: x(k, "cast_rows", "pow2", 0, 126, "both"),
+        "cast_blocks": lambda k: x(k, "cast_blocks", "pow2", 0, 126, "both", False),
+        "cast_blocks, square": lambda k: x(k, "cast_blocks", "pow2", 0, 126, "both", True),
+        "cast_mx": lambda k: x(k, "cast_mx", "pow2", 0, 126, "both"),
+    }
+
+
+def gemms(a_fmt=E4M3, b_fmt=E4M3, out=torch.bfloat16):
+    def call(kernels, wrapper, s_a, s_b, *how, size=n):
+        a, b = torch.empty(size, n, dtype=a_fmt), torch.empty(size, n, dtype=b_fmt)
+        getattr(kernels, wrapper)(a, s_a, b, s_b, out, *how)
+
+    def mx(k):
+        native = k.capability(None)[0] >= 10
+        s = torch.empty((n * n // 32,) if native else (n, n // 32), dtype=torch.float8_e8m0fnu)
+        call(k, "gemm_mx", s, s)
+
+    one, rows, square = torch.ones(1, 1), torch.ones(n, n // 128), torch.ones(n // 128, n // 128)
+    return {
+        "gemm_scaled, fast": lambda k: call(k, "gemm_scaled", one, one, True),
+        "gemm_scaled, fast, small": lambda k: call(k, "gemm_scaled", one, one, True, size=128),
+        "gemm_scaled, precise": lambda k: call(k, "gemm_scaled", one, one, False),
+        "gemm_blocks, square": lambda k: call(k, "gemm_blocks", rows, square),
+        "gemm_blocks": lambda k: call(k, "gemm_blocks", rows, rows),
+        "gemm_mx": mx,
+    }
+
+
+class Pretended:
+    """A driver whose device is the GPU `sm`."""
+
+    def __init__(self, sm):
+        self.sm = sm
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.sm, 32)
+
+    def get_current_device(self):
+        return self.sm
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_for(sm: int, name: str, calls: dict) -> list:
+    """The kernels that a call launches on the GPU `sm`, as rows of `read`."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    import kernels
+
+    driver.set_active(Pretended(sm))
+    kernels.capability = lambda device: (sm // 10, sm % 10)
+    kernels.processors = lambda device: 132
+    rows, run = [], JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        x = args[0]  # a matrix, or the descriptor of one
+        itemsize = getattr(x, "base", x).dtype.itemsize
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        rows.append(read(sm, name, kernel) | {"itemsize": itemsize})
+
+    JITFunction.run = compile_only
+    try:
+        calls[name](kernels)
+    finally:
+        JITFunction.run = run
+    return rows
+
+
+def read(sm: int, name: str, kernel) -> dict:
+    """What is in the machine code of a compiled kernel."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "kernel.cubin")
+        file.write_bytes(kernel.asm["cubin"])
+        command = [tool, "-sass", "-res-usage", file]
+        dump = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # "        /*0070*/              @!P0 LDG.E.128 R4, desc[UR6][R4.64] ;"
+    ops = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", dump, re.MULTILINE)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", dump).groups()
+    return {
+        "sm": sm, "call": name, "kernel": kernel.metadata.name, "ptx": kernel.asm["ptx"],
+        "threads": 32 * kernel.metadata.num_warps, "registers": int(registers),
+        "stack": int(stack), "shared": kernel.metadata.shared, "ops": collections.Counter(ops),
+    }  # fmt: skip
+
+
+def count(row: dict, pattern: str) -> int:
+    return sum(k for op, k in row["ops"].items() if re.match(pattern, op))
+
+
+def compiler():
+    """Only the processes of the pool import Triton: as a compiler, not as an interpreter."""
+    os.environ.update(TRITON_INTERPRET="0", TRITON_DEFAULT_FP_FUSION="1")
+
+
+def work(job: tuple) -> list:
+    sm, name, kind, how = job
+    return compile_for(sm, name, {"casts": casts, "gemms": gemms}[kind](*how))
+
+
+def jobs(everything: bool) -> list:
+    """(sm, name, kind, formats): by default all configurations for Hopper, one a kernel elsewhere.
+    (E5M2 for g, fp32 for weights and the output of wgrad.)"""
+    kinds = [("casts", ()), ("gemms", ())]
+    if everything:
+        kinds += [("casts", (E5M2,)), ("casts", (E4M3, torch.float32))]
+        kinds += [("gemms", (E5M2, E4M3)), ("gemms", (E4M3, E4M3, torch.float32))]
+    once = {
+        "cast_tensor, delayed",
+        "gemm_scaled, fast, small",
+        "gemm_scaled, precise",
+        "gemm_blocks",
+    }
+    return [
+        (sm, name, kind, how)
+        for sm in TARGETS
+        for kind, how in kinds
+        for name in globals()[kind]()
+        if everything or sm == 90 or name not in once
+    ]  # fmt: skip
+
+
+def compile_all(everything: bool = False) -> list:
+    """Rows of `read`, compiled by as many processes as there are cores."""
+    workers, spawn = min(os.cpu_count(), 8), multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn, compiler) as pool:
+        return [row for rows in pool.map(work, jobs(everything)) for row in rows]
+
+
+def table(rows: list) -> str:
+    head = "GPU            call                      kernel           regs  stack  shared   code"
+    lines = [f"{head}  ld.128  st.128  shuffles  tensor cores"]
+    for r in rows:
+        cores = sorted(op for op in r["ops"] if re.match(r"Q?[GHO]?MMA\.|QGMMA|HGMMA|UTC\wMMA", op))
+        lines.append(
+            f"{TARGETS[r['sm']]:14} {r['call']:25} {r['kernel']:15} {r['registers']:5} "
+            f"{r['stack']:6} {r['shared']:7} {sum(r['ops'].values()):6} "
+            f"{count(r, r'LDG.*128'):7} {count(r, r'STG.*128'):7} {count(r, 'SHFL|REDUX'):9}  "
+            + " ".join(cores)
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(compile_all("--all" in sys.argv[1:])))
