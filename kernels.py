@@ -541,8 +541,10 @@ def gemm_scaled(
         options["num_stages"] = 3
     elif fast_accum and tiles(M, N, 128, 256) >= programs:
         # Twice the products for each byte that is loaded. (A second sum, in fp32, would not fit
-        # into the registers, and few tiles would leave processors idle.)
+        # into the registers, and few tiles would leave processors idle.) An fp32 output takes the
+        # shared memory of the fourth stage.
         tile = (128, 256, 128, 2)
+        options["num_stages"] = 4 if out_dtype.itemsize == 2 else 3
     how = None if fast_accum else 128, capability(a.device) != (8, 9), programs
     shape = M, N, K, a.stride(0), b.stride(0), int(s_a.numel() > 1), int(s_b.numel() > 1)
     launch(
@@ -664,7 +666,8 @@ def gemm_mx(a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch.dty
     if native and is_small(a.device):
         bm, bn, options = 128, 128, dict(num_warps=8, num_stages=2)
     elif native:
-        bm, bn, options = 128, 256, dict(num_warps=4, num_stages=4)
+        warps = 4 if out_dtype.itemsize == 2 else 8  # fp32 outputs need more registers
+        bm, bn, options = 128, 256, dict(num_warps=warps, num_stages=4)
     elif is_small(a.device):  # decoding takes registers: a small tile for Ada, or they spill
         bm, bn, options = 64, 128, dict(num_warps=8, num_stages=2)
     else:

@@ -32,17 +32,20 @@ def check(rows):
         elif r["kernel"] == "_gemm_mx":
             assert count(r, r"HGMMA.*BF16|HMMA.*BF16"), f"{where} misses the BF16 tensor cores"
         else:
+            assert not count(r, r"F2FP\.BF16"), f"{where} rounds twice"
             check_vectors(r, where)
 
 
 def check_vectors(r, where):
-    """Every element of a cast travels in 16 bytes."""
+    """Every element of a cast travels in 16 bytes (a vector of scales may, too); no division is the
+    approximate one."""
+    assert "div.full" not in r["ptx"] and "div.approx" not in r["ptx"], f"{where}: coarse division"
     tile = {"_amax": 128 * 128, "_cast_tensor": 64 * 64, "_cast_rows": 64 * 64}
     elements = tile.get(r["kernel"], 32 * 128 if r["call"] == "cast_mx" else 128 * 128)
     vectors = 16 * r["threads"]
-    assert count(r, r"LDG\S*\.128") * vectors == elements * r["itemsize"], f"{where}: narrow loads"
+    assert count(r, r"LDG\S*\.128") * vectors >= elements * r["itemsize"], f"{where}: narrow loads"
     stores = 0 if r["kernel"] == "_amax" else 2 * elements  # q and q_t, a byte each
-    assert count(r, r"STG\S*\.128") * vectors == stores, f"{where}: narrow stores"
+    assert count(r, r"STG\S*\.128") * vectors >= stores, f"{where}: narrow stores"
 
 
 def check_hopper(rows):

@@ -37,8 +37,12 @@ def test_the_lesson_needs_torch_alone():
     out = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    for package in ("triton", "tiktoken", "matplotlib", "safetensors", "tqdm"):
+    for package in ("kernels", "triton", "tiktoken", "matplotlib", "safetensors", "tqdm"):
         assert f"'{package}'" not in out.stdout
+
+
+def test_the_kernels_know_nothing_of_recipes_and_modules():
+    assert set(imports("kernels.py")) - sys.stdlib_module_names == {"torch", "triton"}
 
 
 def test_nothing_in_the_lesson_is_used_before_it_is_defined():
