@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -452,3 +453,15 @@ def test_nothing_on_a_cpu_imports_triton():
     root = Path(kernels.__file__).parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_benchmark_for_gpus_runs_here_and_says_what_it_left_out(tmp_path):
+    script = Path(__file__).with_name("gpu_bench.py")
+    out = subprocess.run(
+        [sys.executable, script, "--out", tmp_path / "bench.json"], capture_output=True, text=True
+    )
+    assert out.returncode == 0, out.stdout + out.stderr
+    assert "no speed is measured" in out.stdout and "skipped  graph: no CUDA" in out.stdout
+    results = json.loads((tmp_path / "bench.json").read_text())["results"]
+    phases = {"correct", "ceiling", "cast", "gemm", "step", "adam"}
+    assert {r["phase"] for r in results} == phases and not any(r.get("wrong") for r in results)
