@@ -200,7 +200,7 @@ def pitch(t: Tensor | None) -> int:
 #
 # The tile is transposed in 16 bits, before the cast: Hopper's shared memory does that to 8 numbers
 # in one instruction (LDSM.T); to 8-bit numbers one at a time. A tile of 64 x 64 keeps a thread at
-# 72 registers, so that 28 warps share a processor and their loads hide the memory's latency.
+# 72 registers or fewer, so that 28 warps share a processor and hide the latency of memory.
 
 
 @triton.jit
@@ -546,7 +546,8 @@ def gemm_scaled(
         tile = (128, 256, 128, 2)
         options["num_stages"] = 4 if out_dtype.itemsize == 2 else 3
     how = None if fast_accum else 128, capability(a.device) != (8, 9), programs
-    shape = M, N, K, a.stride(0), b.stride(0), int(s_a.numel() > 1), int(s_b.numel() > 1)
+    strides = (s.stride(0) if s.numel() > 1 else 0 for s in (s_a, s_b))  # one scale serves all
+    shape = M, N, K, a.stride(0), b.stride(0), *strides
     launch(
         _gemm_scaled, min(programs, tiles(M, N, *tile[:2])), tma(a, tile[0], 128),
         tma(b, tile[1], 128), s_a, s_b, y, *shape, *how, *tile, **options,
@@ -684,6 +685,8 @@ def gemm_mx(a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch.dty
 # ------------------------------------------------------------------------------------------------
 # 7. The two doors
 
+TILES = (None, None), (1, None), (1, 128), (128, 128), (1, 32)
+
 
 def cast(
     x: Tensor, fmt: torch.dtype, tile: tuple, rounding="fp32", margin=0, max_exponent=126,
@@ -691,7 +694,11 @@ def cast(
 ) -> tuple:  # fmt: skip
     """fp8gpt.quantize of x (R, C) for both its readers, with `tile`, and of its transpose with the
     same -> ((q, s), (q_t, s_t), amax); see cast_tensor. None for a copy that is not wanted, and for
-    amax (1, 1), but of a whole tensor."""
+    amax (1, 1), but of a whole tensor. Raises ValueError for what has no kernel."""
+    if x.dim() != 2 or x.numel() == 0 or fmt not in FORMATS:
+        raise ValueError(f"no cast of {tuple(x.shape)} to {fmt}: a matrix, E4M3 or E5M2, please")
+    if tile not in TILES or tile == (1, 32) and rounding == "fp32":
+        raise ValueError(f"no cast in tiles {tile} with scales {rounding}")
     how, amax = (fmt, rounding, margin, max_exponent, copies), None
     rows, cols = copies != "second", copies != "first"
     if tile == (None, None):
@@ -716,6 +723,10 @@ def gemm_nt(
     a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype=torch.float32, fast_accum=False
 ) -> Tensor:
     """fp8gpt.gemm_nt: codes a (M, K), b (N, K) and their scales, as `cast` makes them -> (M, N)."""
+    if a.shape[1] != b.shape[1] or s_a.dtype is not s_b.dtype:
+        raise ValueError(
+            f"no product of {tuple(a.shape)} {s_a.dtype} and {tuple(b.shape)} {s_b.dtype}"
+        )
     if s_a.dtype is torch.float8_e8m0fnu:
         return gemm_mx(a, s_a, b, s_b, out_dtype)
     if all(s.shape in ((len(t), 1), (1, 1)) for t, s in ((a, s_a), (b, s_b))):

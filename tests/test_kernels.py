@@ -190,6 +190,20 @@ def test_a_known_amax_scales_and_the_own_one_comes_back(known, bad):
     assert torch.equal(q.view(torch.uint8)[0], expected.q.view(torch.uint8)[0]) or not known
 
 
+@pytest.mark.parametrize(
+    "shape, fmt, tile, rounding",
+    [((0, 4), E4M3, (None, None), "fp32"), ((4,), E4M3, (1, None), "pow2"),
+     ((4, 4), BF16, (1, None), "pow2"), ((4, 4), E4M3, (1, 64), "pow2"),
+     ((4, 4), E4M3, (1, 32), "fp32")],
+)  # fmt: skip
+def test_what_has_no_kernel_is_refused(shape, fmt, tile, rounding):
+    with pytest.raises(ValueError, match="no cast"):
+        kernels.cast(torch.ones(shape), fmt.dtype, tile, rounding)
+    (q, s), _, _ = kernels.cast(torch.ones(2, 3), E4M3.dtype, (None, None))
+    with pytest.raises(ValueError, match="no product"):
+        kernels.gemm_nt(q, s, q[:, :2], s)
+
+
 def test_the_swizzled_scales_are_torchaos():
     from torchao.prototype.mx_formats.utils import to_blocked
 
@@ -335,6 +349,8 @@ def test_operands_of_any_layout():
     odd = bytes[:, 1:41].view(E4M3.dtype)
     turned = b.view(torch.uint8).t().contiguous().t().view(E4M3.dtype)
     assert error(kernels.gemm_nt(odd, one, turned, one), expected) < FP32_SUM
+    scales = torch.rand(50, 3)[:, :1]
+    assert error(kernels.gemm_nt(odd, scales, turned, one), expected * scales) < FP32_SUM
 
 
 # The layer and the model -------------------------------------------------------------------------
