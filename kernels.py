@@ -1,14 +1,16 @@
-"""fp8gpt, the speed: Triton casts and GEMMs, each of which replaces one line of fp8gpt.py.
+"""fp8gpt, the speed: Triton casts and GEMMs, each of which replaces one function of fp8gpt.py.
 
-The lesson says what must come out, this file how a GPU gets there fast. Two numbers decide:
+fp8gpt.py, "the lesson", says what must come out, this file how a GPU gets there fast. Two numbers
+decide:
 
     bytes    A cast does next to no arithmetic: its floor is the bytes that it moves, over the
-             memory's bandwidth. So x is read once, and both FP8 copies are written from that read.
+             memory's bandwidth. So x is read as seldom as its scale allows, and one read makes
+             both FP8 copies.
     FLOPs    A GEMM of 2 M N K operations is bound by the tensor cores, which do twice as many in
              FP8 as in BF16. Hopper's take FP8 operands only K-major, that is, with the contracted
              axis contiguous, on both sides: hence the transposed copies that the casts write.
 
-    line of fp8gpt.py                   here                               bytes an element (BF16 x)
+    of fp8gpt.py                        here                               bytes an element (BF16 x)
     quantize, tile (None, None)         cast_tensor                        4 delayed, 6 current
     quantize, tile (1, None)            cast_rows                          6
     quantize, tile (1, 128), (128, 128) cast_blocks                        4, and the scales
@@ -16,10 +18,11 @@ The lesson says what must come out, this file how a GPU gets there fast. Two num
     gemm_nt                             gemm_scaled, gemm_blocks, gemm_mx
 
 The two FP8 copies of an element, one for each GEMM that reads it, are 2 of those bytes. Casts equal
-the lesson bit for bit; a GEMM adds in another order. Below each kernel stands its wrapper, a torch
-operator; `cast` and `gemm_nt`, at the end, choose by tile. Triton's interpreter runs everything on
-a CPU (TRITON_INTERPRET=1): so the tests compare each kernel with the lesson, and read the machine
-code that Triton makes of it for four kinds of GPU.
+the lesson bit for bit (but for the codes of a tile that holds NaN, whose s is NaN); a GEMM adds in
+another order. Below each kernel stands its wrapper, a torch operator; `cast` and `gemm_nt`, at the
+end, choose by tile. In Triton's interpreter (TRITON_INTERPRET=1) everything runs on a CPU, where
+the tests compare it with the lesson. What that cannot show, they read in the machine code that
+Triton makes for four kinds of GPU; and what neither shows, tests/gpu_bench.py tries on a GPU.
 """
 
 import contextlib
@@ -40,7 +43,7 @@ INF, NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)  # as bits of fp32
 #
 #     amax   the largest |x|, compared as integers: the bits of fp32 magnitudes are in the order of
 #            the numbers, and NaN lies above inf: one maximum finds the amax and any NaN and inf
-#     e, s   fp8gpt.encode_scale, and s = 1 / e
+#     e, s   fp8gpt.encode_scale: x is multiplied by e before the cast, and s = 1 / e undoes it
 #     code   fp8gpt.encode: x e, rounded to the grid, saturated
 
 
@@ -58,10 +61,10 @@ def encode_scale(amax, FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.con
     EMAX: tl.constexpr = 8 if FMT == tl.float8e4nv else 15
     LOW: tl.constexpr = FMAX * 2.0**-MAX_EXPONENT
     MAX: tl.constexpr = 3.4028234663852886e38  # of fp32
-    HIGH: tl.constexpr = FMAX * 2.0**MAX_EXPONENT if EMAX + MAX_EXPONENT < 127 else MAX
+    HIGH: tl.constexpr = FMAX * 2.0**MAX_EXPONENT if EMAX + MAX_EXPONENT <= 127 else MAX
     a = tl.minimum(tl.maximum(amax.to(tl.float32, bitcast=True), LOW), HIGH)
     if ROUNDING == "fp32":
-        e = tl.div_rn(a * 0 + FMAX, a) * 2.0**-MARGIN  # a GPU's `/` is an approximation
+        e = tl.div_rn(a * 0 + FMAX, a) * 2.0**-MARGIN  # Triton's `/` is not exact
         s = tl.div_rn(e * 0 + 1, e)
     else:
         # s = 2^n. 448 and 57344 are 1.75 times a power of two: "pow2" rounds amax / FMAX up by the
@@ -127,12 +130,13 @@ def tile_at(C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
 
 
 # What every wrapper does: allocate and launch. It is a torch operator, so that torch.compile keeps
-# one graph: run on fake tensors, which have shapes but no memory, it only allocates.
+# one graph: on tensors that have shapes but no memory it launches nothing. (No gradient comes from
+# it: fp8gpt.FP8Matmul is the autograd function.)
 
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
-def operator(fn):
+def torch_operator(fn):
     op = torch.library.custom_op(f"fp8gpt::{fn.__name__}", fn, mutates_args=())
     op.register_fake(fn)
     return op
@@ -140,13 +144,14 @@ def operator(fn):
 
 def launch(kernel, programs: int, *args, **options):
     x = next(t for t in args if isinstance(t, Tensor))
-    if not isinstance(x, FakeTensor):
+    if not (isinstance(x, FakeTensor) or x.is_meta):
         with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
             kernel[(programs,)](*args, **options)
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple:
+    """(9, 0) for Hopper; and the interpreter plays a Hopper, of two processors."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
@@ -156,6 +161,10 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def has_tma(device: torch.device) -> bool:
+    return capability(device) >= (9, 0)
 
 
 def tiles(R: int, C: int, block_r: int, block_c: int) -> int:
@@ -181,7 +190,7 @@ def given(tensors: list) -> list:
     return [t for t in tensors if t is not None]
 
 
-def pitch(t: Tensor | None) -> int:
+def pitch_of(t: Tensor | None) -> int:
     return 0 if t is None else t.stride(0)
 
 
@@ -198,15 +207,15 @@ def pitch(t: Tensor | None) -> int:
 #                                                          q   = code(tile e)
 #                                                          q_t = code(tile^T e)
 #
-# The tile is transposed in 16 bits, before the cast: Hopper's shared memory does that to 8 numbers
-# in one instruction (LDSM.T); to 8-bit numbers one at a time. A tile of 64 x 64 keeps a thread at
-# 72 registers or fewer, so that 28 warps share a processor and hide the latency of memory.
+# The tile is transposed in BF16, before the cast: shared memory hands a thread 8 transposed numbers
+# of 16 bits in one instruction (LDSM.T), but 8-bit numbers one at a time. A tile of 64 x 64 keeps a
+# thread at 72 registers or fewer: 28 warps share a processor and hide the latency of memory.
 
 
 @triton.jit
 def _amax(x_ptr, known_ptr, amax_ptr, amax_t_ptr, R, C, stride_r, stride_c,
           LINES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    if known_ptr is not None:
+    if known_ptr is not None:  # None is known when Triton compiles: then this branch vanishes
         if tl.load(known_ptr) > 0:
             return
     _, _, rows, cols = tile_at(C, BLOCK, BLOCK)
@@ -235,15 +244,15 @@ def _cast_tensor(x_ptr, known_ptr, amax_ptr, s_ptr, q_ptr, qt_ptr, R, C, stride_
         store(q_ptr, rows, cols, R, C, pitch, to_fp8(x.to(tl.float32) * e, FMT))
     if qt_ptr is not None:
         store(qt_ptr, cols, rows, C, R, pitch_t, to_fp8(tl.trans(x).to(tl.float32) * e, FMT))
-    # s is collected as a maximum, too: as bits, NaN is above every number, so a program that meets
-    # NaN or inf has the last word, whenever it runs.
+    # Program 0 writes s, and as a maximum: as bits NaN is above every number, so any program that
+    # meets NaN or inf has the last word, whenever it runs.
     own = tl.max(magnitude(x))
     tl.atomic_max(amax_ptr, own, sem="relaxed")
     s = tl.where(own < INF, s.to(tl.int32, bitcast=True), NAN)
     tl.atomic_max(s_ptr, s, mask=(tl.program_id(0) == 0) | (own >= INF), sem="relaxed")
 
 
-@operator
+@torch_operator
 def cast_tensor(
     x: Tensor, fmt: torch.dtype, rounding: str, margin: int, max_exponent: int, copies: str,
     known: Tensor | None,
@@ -257,7 +266,7 @@ def cast_tensor(
     shape, how = (R, C, *x.stride()), (FORMATS[fmt], rounding, margin, max_exponent)
     amax, s = stats[:1], stats[1:]
     launch(_amax, tiles(R, C, 128, 128), x, known, amax, None, *shape, False, 128, num_warps=8)
-    outputs = amax, s, q, q_t, *shape, pitch(q), pitch(q_t)
+    outputs = amax, s, q, q_t, *shape, pitch_of(q), pitch_of(q_t)
     launch(_cast_tensor, tiles(R, C, 64, 64), x, known, *outputs, *how, 64)
     return given([q, q_t, stats.view(torch.float32)])
 
@@ -283,7 +292,7 @@ def _cast_rows(x_ptr, amax_ptr, amax_t_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, R, C, 
         store(qt_ptr, cols, rows, C, R, pitch_t, to_fp8(v, FMT))
 
 
-@operator
+@torch_operator
 def cast_rows(
     x: Tensor, fmt: torch.dtype, rounding: str, margin: int, max_exponent: int, copies: str
 ) -> list[Tensor]:
@@ -299,7 +308,7 @@ def cast_rows(
                  lambda: x.new_zeros(C, dtype=torch.int32))  # fmt: skip
     shape, how = (R, C, *x.stride()), (FORMATS[fmt], rounding, margin, max_exponent)
     launch(_amax, tiles(R, C, 128, 128), x, None, *amaxes, *shape, True, 128, num_warps=8)
-    outputs = q, s, q_t, s_t, *shape, pitch(q), pitch(q_t)
+    outputs = q, s, q_t, s_t, *shape, pitch_of(q), pitch_of(q_t)
     launch(_cast_rows, tiles(R, C, 64, 64), x, *amaxes, *outputs, *how, 64)
     return given([q, q_t, s, s_t])
 
@@ -317,9 +326,9 @@ def cast_rows(
 #         e, s = encode_scale(amax)
 #         store code(v e), s
 #
-# A GPU that copies 4.3 TB/s has time for about 27 instructions an element at 4 bytes. These tiles
-# make Triton spend 21 of them; 64 x 64 would take 44 for MX, most of them shuffles, because there
-# the 32 numbers of a column lie in 16 threads instead of 4.
+# An H200 that copies 4.3 TB/s has time for about 27 instructions an element at 4 bytes. These tiles
+# make Triton spend 21 (tests/machine_code.py counts); 64 x 64 would take 44 for MX, most of them
+# shuffles, because there more threads share the 32 numbers of a column.
 
 
 @triton.jit
@@ -384,7 +393,7 @@ def _cast_squares(x_ptr, q_ptr, s_ptr, qt_ptr, R, C, stride_r, stride_c, pitch, 
         store(qt_ptr, cols, rows, C, R, pitch_t, to_fp8(tl.trans(x).to(tl.float32) * e, FMT))
 
 
-@operator
+@torch_operator
 def cast_blocks(
     x: Tensor, fmt: torch.dtype, rounding: str, margin: int, max_exponent: int, copies: str,
     square: bool,
@@ -396,7 +405,7 @@ def cast_blocks(
     Bytes an element of a BF16 x: 4, and 4 a scale."""
     R, C = x.shape
     q, q_t = two_codes(x, fmt, copies)
-    shape = R, C, *x.stride(), pitch(q), pitch(q_t)
+    shape = R, C, *x.stride(), pitch_of(q), pitch_of(q_t)
     how = FORMATS[fmt], rounding, margin, max_exponent
     across, down = triton.cdiv(C, 128), triton.cdiv(R, 128)
     if square:
@@ -410,7 +419,7 @@ def cast_blocks(
     return given([q, q_t, s, s_t])
 
 
-@operator
+@torch_operator
 def cast_mx(
     x: Tensor, fmt: torch.dtype, rounding: str, margin: int, max_exponent: int, copies: str,
     swizzle: bool | None = None,
@@ -424,13 +433,13 @@ def cast_mx(
     swizzle = capability(x.device)[0] >= 10 if swizzle is None else swizzle
     q, q_t = two_codes(x, fmt, copies)
 
-    def bytes(R, C):
+    def empty(R, C):
         if swizzle:
             return x.new_zeros(triton.cdiv(R, 128) * triton.cdiv(C, 4) * 512, dtype=torch.uint8)
         return x.new_empty((R, C), dtype=torch.uint8)
 
-    s, s_t = two(copies, lambda: bytes(R, triton.cdiv(C, 32)), lambda: bytes(C, triton.cdiv(R, 32)))
-    shape = R, C, *x.stride(), pitch(q), pitch(q_t)
+    s, s_t = two(copies, lambda: empty(R, triton.cdiv(C, 32)), lambda: empty(C, triton.cdiv(R, 32)))
+    shape = R, C, *x.stride(), pitch_of(q), pitch_of(q_t)
     how = FORMATS[fmt], rounding, margin, max_exponent
     tile = 32, True, swizzle, 32, 128
     launch(_cast_tiles, tiles(R, C, 32, 128), x, q, s, q_t, s_t, *shape, *how, *tile, num_warps=2)
@@ -451,7 +460,8 @@ def cast_mx(
 #
 # Hopper's FP8 tensor cores keep about 14 bits of a running sum. That will do for activations (fast
 # accumulation: fprop), not for gradients: there (dgrad, wgrad) every 128 products are added to a
-# sum in fp32 registers. max_num_imprecise_acc=0 would leave the FP8 tensor cores.
+# sum in fp32 registers. max_num_imprecise_acc=0 would leave the FP8 tensor cores; on other GPUs
+# Triton ignores it.
 
 
 @triton.jit
@@ -485,19 +495,19 @@ def plain(x):
 @triton.jit
 def _gemm_scaled(a_ptr, b_ptr, sa_ptr, sb_ptr, y_ptr, M, N, K, a_stride, b_stride, sa_stride,
                  sb_stride, IMPRECISE: tl.constexpr, TMA: tl.constexpr, PROGRAMS: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr,
                  PARTS: tl.constexpr):  # fmt: skip
     count = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
         m, n = tile_of(tile, M, N, BM, BN)
         acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, K, BK):
-            a = operand(a_ptr, m, k, M, K, a_stride, BM, BK, TMA)
-            b = operand(b_ptr, n, k, N, K, b_stride, BN, BK, TMA)
+        for k in range(0, K, 128):
+            a = operand(a_ptr, m, k, M, K, a_stride, BM, 128, TMA)
+            b = operand(b_ptr, n, k, N, K, b_stride, BN, 128, TMA)
             acc = tl.dot(plain(a), plain(b).T, acc, max_num_imprecise_acc=IMPRECISE)
         rows = m + tl.arange(0, BM)
         s_a = tl.load(sa_ptr + rows * sa_stride, mask=rows < M, other=0)
-        halves = (acc,)  # half the registers and shared memory on the way out, if in two halves
+        halves = (acc,)  # a wide tile leaves in two halves: half the registers and shared memory
         if PARTS == 2:
             halves = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
         for p in tl.static_range(PARTS):
@@ -517,7 +527,7 @@ def k_major(a: Tensor) -> Tensor:
 
 def tma(a: Tensor, rows: int, cols: int):
     """The descriptor by which TMA loads tiles of a, which is made on the host."""
-    if isinstance(a, FakeTensor) or capability(a.device) == (8, 9):
+    if isinstance(a, FakeTensor) or not has_tma(a.device):
         return a
     return TensorDescriptor.from_tensor(a, [rows, cols])
 
@@ -527,25 +537,25 @@ def is_small(device: torch.device) -> bool:
     return capability(device) == (8, 9) or capability(device)[0] == 12
 
 
-@operator
+@torch_operator
 def gemm_scaled(
     a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     """`gemm_nt`: codes a (M, K), b (N, K); s_a (M, 1) or (1, 1), s_b (N, 1) or (1, 1) fp32 ->
-    (M, N). Any mix of formats; any M, N, K."""
+    (M, N). Any mix of formats; any M, N, K >= 1."""
     (M, K), N = a.shape, b.shape[0]
     a, b, y = k_major(a), k_major(b), a.new_empty((M, N), dtype=out_dtype)
     programs = processors(a.device)
-    tile, options = (128, 128, 128, 1), dict(num_warps=8, num_stages=4)  # BM, BN, BK, PARTS
+    tile, options = (128, 128, 1), dict(num_warps=8, num_stages=4)  # BM, BN, PARTS
     if is_small(a.device):
         options["num_stages"] = 3
     elif fast_accum and tiles(M, N, 128, 256) >= programs:
-        # Twice the products for each byte that is loaded. (A second sum, in fp32, would not fit
+        # A third more products for each byte that is loaded. (A second sum, in fp32, would not fit
         # into the registers, and few tiles would leave processors idle.) An fp32 output takes the
         # shared memory of the fourth stage.
-        tile = (128, 256, 128, 2)
+        tile = (128, 256, 2)
         options["num_stages"] = 4 if out_dtype.itemsize == 2 else 3
-    how = None if fast_accum else 128, capability(a.device) != (8, 9), programs
+    how = (None if fast_accum else 128), has_tma(a.device), programs
     strides = (s.stride(0) if s.numel() > 1 else 0 for s in (s_a, s_b))  # one scale serves all
     shape = M, N, K, a.stride(0), b.stride(0), *strides
     launch(
@@ -586,15 +596,15 @@ def _gemm_blocks(a_ptr, b_ptr, sa_ptr, sb_ptr, y_ptr, M, N, K, a_stride, b_strid
     store(y_ptr, rows, cols, M, N, N, acc.to(y_ptr.dtype.element_ty))
 
 
-@operator
+@torch_operator
 def gemm_blocks(a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """`gemm_nt`: codes a (M, K), b (N, K); s_a (M, K/128) fp32, and s_b (N, K/128), or (N/128,
     K/128) for squares -> (M, N)."""
     (M, K), N = a.shape, b.shape[0]
     a, b, y = k_major(a), k_major(b), a.new_empty((M, N), dtype=out_dtype)
     s_a = s_a.t().contiguous().t()  # column by column, as cast_blocks writes it
-    bm, bn = (64, 64) if capability(a.device) == (8, 9) else (64, 128)  # Ada sums in registers
-    how = 1 if s_b.shape[0] == N else 128, capability(a.device) != (8, 9), bm, bn
+    bm, bn = 64, 128 if has_tma(a.device) else 64  # Ada keeps both operands in registers, too
+    how = (1 if s_b.shape[0] == N else 128), has_tma(a.device), bm, bn
     shape = M, N, K, a.stride(0), b.stride(0), *s_b.stride()
     operands = tma(a, bm, 128), tma(b, bn, 128), s_a, s_b, y
     launch(_gemm_blocks, tiles(M, N, bm, bn), *operands, *shape, *how, num_warps=4, num_stages=3)
@@ -605,8 +615,8 @@ def gemm_blocks(a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch
 # 6. gemm_mx: a scale for every 32 products
 #
 # Blackwell's tensor cores multiply by the scales themselves, one byte for 32 codes, at the full FP8
-# rate. No other GPU can: Hopper and Ada decode the codes to BF16 on the way to their BF16 tensor
-# cores, which is exact, and slower than a BF16 GEMM: right numbers, no speed.
+# rate. No earlier GPU of NVIDIA can: Hopper and Ada decode the codes to BF16 on the way to their
+# BF16 tensor cores, which is exact, and slower than a BF16 GEMM: right numbers, no speed.
 #
 #     acc = 0
 #     for k in steps of 128:
@@ -617,7 +627,7 @@ def gemm_blocks(a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch
 
 @triton.jit
 def decode_mx(q, s):
-    """Codes (r, c) and E8M0 bytes (r, c / 32) -> BF16; exact for scales from 2^-117 to 2^119."""
+    """Codes (r, c) and E8M0 bytes (r, c / 32) -> BF16; exact for scales from 2^-117 to 2^112."""
     R: tl.constexpr = q.shape[0]
     C: tl.constexpr = q.shape[1]
     bits = tl.where(s == 0, 0x400000, s.to(tl.int32) << 23)  # a byte of 0 stands for 2^-127
@@ -658,7 +668,7 @@ def _gemm_mx(a_ptr, b_ptr, sa_ptr, sb_ptr, y_ptr, M, N, K, a_stride, b_stride, F
     store(y_ptr, rows, cols, M, N, N, acc.to(y_ptr.dtype.element_ty))
 
 
-@operator
+@torch_operator
 def gemm_mx(a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """`gemm_nt`: codes a (M, K), b (N, K); scales as cast_mx writes them -> (M, N). Swizzled scales
     need Blackwell."""
@@ -674,7 +684,7 @@ def gemm_mx(a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch.dty
     else:
         bm, bn, options = 128, 128, dict(num_warps=8, num_stages=3)
     names = ("e4m3" if t.dtype is torch.float8_e4m3fn else "e5m2" for t in (a, b))
-    how = *names, native, capability(a.device) != (8, 9), bm, bn
+    how = *names, native, has_tma(a.device), bm, bn
     operands = tma(a, bm, 128), tma(b, bn, 128), s_a.view(torch.uint8), s_b.view(torch.uint8), y
     launch(
         _gemm_mx, tiles(M, N, bm, bn), *operands, M, N, K, a.stride(0), b.stride(0), *how, **options
@@ -692,13 +702,17 @@ def cast(
     x: Tensor, fmt: torch.dtype, tile: tuple, rounding="fp32", margin=0, max_exponent=126,
     copies="both", known: Tensor | None = None,
 ) -> tuple:  # fmt: skip
-    """fp8gpt.quantize of x (R, C) for both its readers, with `tile`, and of its transpose with the
-    same -> ((q, s), (q_t, s_t), amax); see cast_tensor. None for a copy that is not wanted, and for
-    amax (1, 1), but of a whole tensor. Raises ValueError for what has no kernel."""
+    """fp8gpt.quantize of x (R, C) in tiles, and of its transpose -> ((q, s), (q_t, s_t), amax); see
+    cast_tensor. A copy that is not wanted is None; amax is (1, 1) for a whole tensor, else None.
+    Raises ValueError for what has no kernel."""
     if x.dim() != 2 or x.numel() == 0 or fmt not in FORMATS:
         raise ValueError(f"no cast of {tuple(x.shape)} to {fmt}: a matrix, E4M3 or E5M2, please")
     if tile not in TILES or tile == (1, 32) and rounding == "fp32":
         raise ValueError(f"no cast in tiles {tile} with scales {rounding}")
+    if known is not None:
+        if tile != (None, None):
+            raise ValueError(f"no cast in tiles {tile} by a known amax")
+        known = known.to(x.device, torch.float32)
     how, amax = (fmt, rounding, margin, max_exponent, copies), None
     rows, cols = copies != "second", copies != "first"
     if tile == (None, None):
@@ -723,12 +737,15 @@ def gemm_nt(
     a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype=torch.float32, fast_accum=False
 ) -> Tensor:
     """fp8gpt.gemm_nt: codes a (M, K), b (N, K) and their scales, as `cast` makes them -> (M, N)."""
-    if a.shape[1] != b.shape[1] or s_a.dtype is not s_b.dtype:
-        raise ValueError(
-            f"no product of {tuple(a.shape)} {s_a.dtype} and {tuple(b.shape)} {s_b.dtype}"
-        )
-    if s_a.dtype is torch.float8_e8m0fnu:
+    (M, K), N = a.shape, b.shape[0]
+    bare = s_a.shape in ((M, 1), (1, 1)) and s_b.shape in ((N, 1), (1, 1))
+    mx, blocks = s_a.dtype is torch.float8_e8m0fnu, triton.cdiv(K, 128)
+    blocked = s_a.shape == (M, blocks) and s_b.shape in ((N, blocks), (triton.cdiv(N, 128), blocks))
+    if b.shape[1] != K or s_a.dtype is not s_b.dtype or not (bare or mx or blocked):
+        shapes = " ".join(f"{tuple(t.shape)}" for t in (a, s_a, b, s_b))
+        raise ValueError(f"no product of codes and scales of the shapes {shapes}")
+    if mx:
         return gemm_mx(a, s_a, b, s_b, out_dtype)
-    if all(s.shape in ((len(t), 1), (1, 1)) for t, s in ((a, s_a), (b, s_b))):
+    if bare:
         return gemm_scaled(a, s_a, b, s_b, out_dtype, fast_accum)
     return gemm_blocks(a, s_a, b, s_b, out_dtype)

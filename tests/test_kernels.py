@@ -109,7 +109,7 @@ def test_codes_of_every_kind_of_number(fmt):
 
 
 @pytest.mark.parametrize("rounding", ["fp32", "pow2", "floor"])
-@pytest.mark.parametrize("margin, max_exponent", [(0, 126), (3, 31)])
+@pytest.mark.parametrize("margin, max_exponent", [(0, 126), (3, 31), (0, 119), (0, 112)])
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 def test_scales_of_every_kind_of_amax(fmt, rounding, margin, max_exponent):
     amax = every_kind_of_number().abs()
@@ -202,6 +202,10 @@ def test_what_has_no_kernel_is_refused(shape, fmt, tile, rounding):
     (q, s), _, _ = kernels.cast(torch.ones(2, 3), E4M3.dtype, (None, None))
     with pytest.raises(ValueError, match="no product"):
         kernels.gemm_nt(q, s, q[:, :2], s)
+    with pytest.raises(ValueError, match="no product"):
+        kernels.gemm_nt(q, s, q, torch.ones(2, 2))
+    with pytest.raises(ValueError, match="known"):
+        kernels.cast(torch.ones(2, 3), E4M3.dtype, (1, None), known=torch.ones(()))
 
 
 def test_the_swizzled_scales_are_torchaos():
