@@ -721,7 +721,7 @@ def cast(
         s = [s] * len(q)
     elif tile == (128, 128):
         *q, s = cast_blocks(x, *how, True)
-        s = [s, s.t()][not rows :][: len(q)]
+        s = [s] * rows + [s.t()] * cols
     else:
         if tile == (1, None):
             out = cast_rows(x, *how)

@@ -8,6 +8,7 @@ CPU the same code runs at toy size in Triton's interpreter: that tests this scri
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -216,10 +217,11 @@ def casts(left):
             history = known if name == "delayed" else None
             compiled = torch.compile(quantize_operand, dynamic=False)
 
-            def call(by, r=r, history=history, inputs=inputs, turn=[0], compiled=compiled):  # noqa: B006
-                turn[0] += 1
+            turns = itertools.cycle(inputs)
+
+            def call(by, r=r, history=history, turns=turns, compiled=compiled):
                 f = quantize_operand if by == "triton" else compiled
-                return f(inputs[turn[0] % 3], "x", r, history, "both", by)
+                return f(next(turns), "x", r, history, "both", by)
 
             calls = {"ours": lambda call=call: call("triton")}
             if GPU:
@@ -239,7 +241,10 @@ def gemms(left):
         if left() < 8:
             return SKIPPED.append(f"gemms: {(M, K, N)} and after, out of time")
         a, b = random(M, K), random(N, K)
-        cast = lambda x, t, r: kernels.cast(x, E4M3.dtype, TILES[t], r, copies="first")[0]  # noqa: E731
+
+        def cast(x, tile, rounding):
+            return kernels.cast(x, E4M3.dtype, TILES[tile], rounding, copies="first")[0]
+
         calls = {"BF16": lambda a=a, b=b: a @ b.t()}
         for name, tiles, rounding in (("tensor", ("tensor", "tensor"), "fp32"),
                                       ("row", ("row", "row"), "pow2"),
@@ -338,7 +343,10 @@ def main():
     out.write_text(json.dumps({"device": name, "versions": versions, "results": RESULTS,
                                "skipped": SKIPPED}, indent=1))  # fmt: skip
     wrong = [r for r in RESULTS if r.get("wrong")]
-    ratio = lambda r: next((r[k] for k in ("of_copy", "x BF16", "x bf16") if k in r), None)  # noqa: E731
+
+    def ratio(r):
+        return next((r[k] for k in ("of_copy", "x BF16", "x bf16") if k in r), None)
+
     print("\nworst first")
     for r in sorted((r for r in RESULTS if GPU and ratio(r)), key=ratio)[:12]:
         print(f"  {r['phase']:8} {r['name']}: {ratio(r):.2f}")
