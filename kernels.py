@@ -4,8 +4,8 @@ fp8gpt.py, "the lesson", says what must come out, this file how a GPU gets there
 decide:
 
     bytes    A cast does next to no arithmetic: its floor is the bytes that it moves, over the
-             memory's bandwidth. So x is read as seldom as its scale allows, and one read makes
-             both FP8 copies.
+             memory's bandwidth. So x is read as seldom as its scale allows, one read makes both
+             FP8 copies, and what only a cast would read (SwiGLU, section 2) is never stored.
     FLOPs    A GEMM of 2 M N K operations is bound by the tensor cores, which do twice as many in
              FP8 as in BF16. Hopper's take FP8 operands only K-major, that is, with the contracted
              axis contiguous, on both sides: hence the transposed copies that the casts write.
@@ -16,17 +16,19 @@ decide:
     quantize, tile (1, 128), (128, 128) cast_blocks                        4, and the scales
     quantize, tile (1, 32)              cast_mx                            4, and the scales
     gemm_nt                             gemm_scaled, gemm_blocks, gemm_mx
+    FP8Adam.update                      adam_step                          16 or 22 a parameter
 
-The two FP8 copies of an element, one for each GEMM that reads it, are 2 of those bytes. Casts equal
-the lesson bit for bit (but for the codes of a tile that holds NaN, whose s is NaN); a GEMM adds in
-another order. Below each kernel stands its wrapper, a torch operator; `cast` and `gemm_nt`, at the
+Casts equal the lesson bit for bit (but for the codes of a tile that holds NaN, whose s is NaN); a
+GEMM adds in another order. Below each kernel stands what launches it; `cast` and `gemm_nt`, at the
 end, choose by tile. In Triton's interpreter (TRITON_INTERPRET=1) everything runs on a CPU, where
-the tests compare it with the lesson. What that cannot show, they read in the machine code that
-Triton makes for four kinds of GPU; and what neither shows, tests/gpu_bench.py tries on a GPU.
+the tests compare it with the lesson. What that cannot show, they read in the machine code for four
+kinds of GPU; and what neither shows, tests/gpu_bench.py tries on a GPU.
 """
 
 import contextlib
 import functools
+import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -54,22 +56,25 @@ def magnitude(x):
 
 
 @triton.jit
-def encode_scale(amax, FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.constexpr,
-                 MAX_EXPONENT: tl.constexpr):  # fmt: skip
-    """amax as bits -> multiplier e, decode scale s; s is NaN where amax is NaN or inf."""
+def encode_scale(amax, HOW: tl.constexpr):
+    """amax as bits -> multiplier e, decode scale s; s is NaN where amax is NaN or inf. HOW: format,
+    rounding, margin, max_exponent of fp8gpt.encode_scale."""
+    FMT: tl.constexpr = HOW[0]
+    MARGIN: tl.constexpr = HOW[2]
+    MAX_EXPONENT: tl.constexpr = HOW[3]
     FMAX: tl.constexpr = 448.0 if FMT == tl.float8e4nv else 57344.0
     EMAX: tl.constexpr = 8 if FMT == tl.float8e4nv else 15
     LOW: tl.constexpr = FMAX * 2.0**-MAX_EXPONENT
     MAX: tl.constexpr = 3.4028234663852886e38  # of fp32
     HIGH: tl.constexpr = FMAX * 2.0**MAX_EXPONENT if EMAX + MAX_EXPONENT <= 127 else MAX
     a = tl.minimum(tl.maximum(amax.to(tl.float32, bitcast=True), LOW), HIGH)
-    if ROUNDING == "fp32":
+    if HOW[1] == "fp32":
         e = tl.div_rn(a * 0 + FMAX, a) * 2.0**-MARGIN  # Triton's `/` is not exact
         s = tl.div_rn(e * 0 + 1, e)
     else:
         # s = 2^n. 448 and 57344 are 1.75 times a power of two: "pow2" rounds amax / FMAX up by the
         # carry that a mantissa above 1.75 makes; "floor" drops the mantissa. No division.
-        bits = a.to(tl.int32, bitcast=True) + (0x1FFFFF if ROUNDING == "pow2" else 0)
+        bits = a.to(tl.int32, bitcast=True) + (0x1FFFFF if HOW[1] == "pow2" else 0)
         bits = (bits & 0x7F800000) - (EMAX << 23)
         s = bits.to(tl.float32, bitcast=True) * 2.0**MARGIN
         e = ((254 << 23) - bits).to(tl.float32, bitcast=True) * 2.0**-MARGIN
@@ -122,28 +127,29 @@ def store(ptr, rows, cols, R, C, pitch, x):
 
 
 @triton.jit
-def tile_at(C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The tile of this program: its place (i, j), its rows and its columns."""
-    across = tl.cdiv(C, BLOCK_C)
-    i, j = tl.program_id(0) // across, tl.program_id(0) % across
-    return i, j, i * BLOCK_R + tl.arange(0, BLOCK_R), j * BLOCK_C + tl.arange(0, BLOCK_C)
+def tile_at(C, GRID: tl.constexpr):
+    """The tile of this program: its half, its place (i, j) there, its rows and its columns. GRID:
+    halves, rows of a tile, columns of a tile."""
+    half, at, across = tl.program_id(0) % GRID[0], tl.program_id(0) // GRID[0], tl.cdiv(C, GRID[2])
+    i, j = at // across, at % across
+    return half, i, j, i * GRID[1] + tl.arange(0, GRID[1]), j * GRID[2] + tl.arange(0, GRID[2])
 
 
-# What every wrapper does: allocate and launch. It is a torch operator, so that torch.compile keeps
-# one graph: on tensors that have shapes but no memory it launches nothing. (No gradient comes from
-# it: fp8gpt.FP8Matmul is the autograd function.)
+# Whatever allocates and launches is a torch operator, so that torch.compile keeps one graph: on
+# tensors that have shapes but no memory it launches nothing. (Gradients: fp8gpt.FP8Matmul.)
 
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
-def torch_operator(fn):
-    op = torch.library.custom_op(f"fp8gpt::{fn.__name__}", fn, mutates_args=())
+def torch_operator(fn, mutates=()):
+    op = torch.library.custom_op(f"fp8gpt::{fn.__name__}", fn, mutates_args=mutates)
     op.register_fake(fn)
     return op
 
 
 def launch(kernel, programs: int, *args, **options):
-    x = next(t for t in args if isinstance(t, Tensor))
+    first = args[0] if isinstance(args[0], tuple) else args
+    x = next(t for t in first if isinstance(t, Tensor))
     if not (isinstance(x, FakeTensor) or x.is_meta):
         with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
             kernel[(programs,)](*args, **options)
@@ -158,44 +164,93 @@ def capability(device: torch.device) -> tuple:
 @functools.cache
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 2
 
 
 def has_tma(device: torch.device) -> bool:
     return capability(device) >= (9, 0)
 
 
-def tiles(R: int, C: int, block_r: int, block_c: int) -> int:
-    return triton.cdiv(R, block_r) * triton.cdiv(C, block_c)
-
-
-def two(copies: str, first, second) -> list:
-    """[first(), second()] for copies="both"; None for the one that "first" or "second" excludes."""
-    return [None if copies == "second" else first(), None if copies == "first" else second()]
-
-
-def two_codes(x: Tensor, fmt: torch.dtype, copies: str) -> list:
-    """Empty codes (R, C) and (C, R). Rows start at multiples of 16 bytes, as TMA wants them: then a
-    GEMM takes any shape, since TMA itself reads zeros beyond the end of a row."""
-
-    def empty(R, C):
-        return x.new_empty((R, (C + 15) // 16 * 16), dtype=fmt)[:, :C]
-
-    return two(copies, lambda: empty(*x.shape), lambda: empty(*x.t().shape))
-
-
-def given(tensors: list) -> list:
-    return [t for t in tensors if t is not None]
-
-
-def pitch_of(t: Tensor | None) -> int:
-    return 0 if t is None else t.stride(0)
+def tiles(R: int, C: int, r: int, c: int) -> int:
+    return triton.cdiv(R, r) * triton.cdiv(C, c)
 
 
 # ------------------------------------------------------------------------------------------------
-# 2. Casts whose scale is known before the tile is read: cast_tensor and cast_rows
+# 2. What a cast reads: x, or a SwiGLU that nobody stores
+#
+# Between the two linears of an MLP lies h = up silu(gate) / fold (fold: section 7 of fp8gpt.py; 1
+# without). One kernel that writes h and a second that reads it to cast it move every element twice
+# more than one that casts what it has just computed. So all casts take their tiles from here:
+#
+#     a source                   the operand that is cast                    bytes to read, in BF16
+#     x                          x (R, C)                                    2 an element
+#     (up | gate)                h (R, C)                                    4 an element
+#     dh and (up | gate)         the gradient of (up | gate), (R, 2 C):      3 an element
+#                                dh silu(gate) | dh up silu'(gate)
+#
+# A scale that needs an amax first computes h twice rather than storing it. The gradient has two
+# halves; the programs of the two that read the same numbers start together, so that the second
+# finds them in the L2 cache.
+
+
+@triton.jit
+def value(source, half, rows, cols, R, C):
+    """The elements (rows, cols) of the operand, or of one half of it: x in its own dtype, a SwiGLU
+    in fp32; 0 outside (R, C)."""
+    x_ptr, stride_r, stride_c, ug_ptr, pitch, row_fold_ptr, col_fold_ptr = source
+    if ug_ptr is None:  # None is known when Triton compiles: the other branch vanishes
+        return load(x_ptr, rows, cols, R, C, stride_r, stride_c)
+    else:
+        up = load(ug_ptr, rows, cols, R, C, pitch, 1).to(tl.float32)
+        gate = load(ug_ptr + C, rows, cols, R, C, pitch, 1).to(tl.float32)
+        below = 1 + tl.exp(-gate)  # sigmoid(gate) = 1 / below
+        if x_ptr is None:
+            x = up * (gate / below)
+        else:
+            x = load(x_ptr, rows, cols, R, C, stride_r, stride_c).to(tl.float32)
+            if half == 0:
+                x *= gate / below
+            else:
+                x *= up * (1 / below * (1 + gate * (1 - 1 / below)))
+        if row_fold_ptr is not None:
+            fold = tl.load(row_fold_ptr + rows, mask=rows < R, other=1.0)[:, None]
+            x *= tl.div_rn(fold * 0 + 1, fold)  # exact: a power of two
+        if col_fold_ptr is not None:
+            fold = tl.load(col_fold_ptr + cols, mask=cols < C, other=1.0)[None, :]
+            x *= tl.div_rn(fold * 0 + 1, fold)
+        return x
+
+
+class Job(NamedTuple):
+    """A cast, as all of its kernels take it."""
+
+    source: tuple  # see `value`
+    codes: tuple  # q, q_t and the pitches of both
+    R: int
+    C: int  # of a half
+    halves: int
+    how: tuple  # see encode_scale
+
+    def run(self, kernel, *own, tile: tuple, **options):
+        """A program for each tile of (R, C), and of each half."""
+        programs = self.halves * tiles(self.R, self.C, *tile)
+        launch(kernel, programs, *self[:4], *own, self.how, (self.halves, *tile), **options)
+
+    def two(self, first, second) -> list:
+        """[first(), second()], what goes with q and with q_t; None beside a copy not wanted."""
+        q, q_t, *_ = self.codes
+        return [None if q is None else first(), None if q_t is None else second()]
+
+
+def empty_codes(x: Tensor, R: int, C: int, fmt: torch.dtype) -> Tensor:
+    """Rows start at multiples of 16 bytes, as TMA wants them: then a GEMM takes any shape, since
+    TMA itself reads zeros beyond the end of a row."""
+    return x.new_empty((R, triton.cdiv(C, 16) * 16), dtype=fmt)[:, :C]
+
+
+# ------------------------------------------------------------------------------------------------
+# 3. Casts whose scale is known before the tile is read: cast_tensor and cast_rows
 #
 # A scale of the whole tensor, or of a whole row, must be known before the first code is written, so
 # x is read twice: 2 bytes for the amax, then 2 + 1 + 1 to cast. Delayed scaling knows its amax
@@ -208,113 +263,109 @@ def pitch_of(t: Tensor | None) -> int:
 #                                                          q_t = code(tile^T e)
 #
 # The tile is transposed in BF16, before the cast: shared memory hands a thread 8 transposed numbers
-# of 16 bits in one instruction (LDSM.T), but 8-bit numbers one at a time. A tile of 64 x 64 keeps a
-# thread at 72 registers or fewer: 28 warps share a processor and hide the latency of memory.
+# of 16 bits in one instruction (LDSM.T), but 8-bit numbers one at a time. 64 x 64 numbers take few
+# registers: 28 warps share a processor and hide the latency of memory.
 
 
 @triton.jit
-def _amax(x_ptr, known_ptr, amax_ptr, amax_t_ptr, R, C, stride_r, stride_c,
-          LINES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    if known_ptr is not None:  # None is known when Triton compiles: then this branch vanishes
+def _amax(source, codes, R, C, known_ptr, amax_ptr, amax_t_ptr, LINES: tl.constexpr,
+          HOW: tl.constexpr, GRID: tl.constexpr):  # fmt: skip
+    if known_ptr is not None:
         if tl.load(known_ptr) > 0:
             return
-    _, _, rows, cols = tile_at(C, BLOCK, BLOCK)
-    m = magnitude(load(x_ptr, rows, cols, R, C, stride_r, stride_c))
+    half, _, _, rows, cols = tile_at(C, GRID)
+    m = magnitude(value(source, half, rows, cols, R, C))
     if not LINES:
         tl.atomic_max(amax_ptr, tl.max(m), sem="relaxed")
     else:  # of every row and of every column
         if amax_ptr is not None:
             tl.atomic_max(amax_ptr + rows, tl.max(m, 1), mask=rows < R, sem="relaxed")
         if amax_t_ptr is not None:
-            tl.atomic_max(amax_t_ptr + cols, tl.max(m, 0), mask=cols < C, sem="relaxed")
+            at = amax_t_ptr + half * C + cols
+            tl.atomic_max(at, tl.max(m, 0), mask=cols < C, sem="relaxed")
 
 
 @triton.jit
-def _cast_tensor(x_ptr, known_ptr, amax_ptr, s_ptr, q_ptr, qt_ptr, R, C, stride_r, stride_c,
-                 pitch, pitch_t, FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.constexpr,
-                 MAX_EXPONENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    _, _, rows, cols = tile_at(C, BLOCK, BLOCK)
-    x = load(x_ptr, rows, cols, R, C, stride_r, stride_c)
-    amax = tl.load(amax_ptr)
-    if known_ptr is not None:
-        known = tl.load(known_ptr)
-        amax = tl.where(known > 0, known.to(tl.int32, bitcast=True), amax)
-    e, s = encode_scale(amax, FMT, ROUNDING, MARGIN, MAX_EXPONENT)
-    if q_ptr is not None:
-        store(q_ptr, rows, cols, R, C, pitch, to_fp8(x.to(tl.float32) * e, FMT))
-    if qt_ptr is not None:
-        store(qt_ptr, cols, rows, C, R, pitch_t, to_fp8(tl.trans(x).to(tl.float32) * e, FMT))
-    # Program 0 writes s, and as a maximum: as bits NaN is above every number, so any program that
-    # meets NaN or inf has the last word, whenever it runs.
+def _cast_whole(source, codes, R, C, known_ptr, amax_ptr, s_ptr, HOW: tl.constexpr,
+                GRID: tl.constexpr):  # fmt: skip
+    q_ptr, qt_ptr, pitch, pitch_t = codes
+    half, _, _, rows, cols = tile_at(C, GRID)
+    x, at, end = value(source, half, rows, cols, R, C), half * C + cols, half * C + C
     own = tl.max(magnitude(x))
-    tl.atomic_max(amax_ptr, own, sem="relaxed")
-    s = tl.where(own < INF, s.to(tl.int32, bitcast=True), NAN)
-    tl.atomic_max(s_ptr, s, mask=(tl.program_id(0) == 0) | (own >= INF), sem="relaxed")
+    if amax_ptr is None:  # a square of the recipe is a tile of this program
+        e, s = encode_scale(own, HOW)
+        tl.store(s_ptr + tl.program_id(0), s)
+    else:
+        amax = tl.load(amax_ptr)
+        if known_ptr is not None:
+            known = tl.load(known_ptr)
+            amax = tl.where(known > 0, known.to(tl.int32, bitcast=True), amax)
+        e, s = encode_scale(amax, HOW)
+        # Program 0 writes s, and as a maximum: as bits NaN is above every number, so any program
+        # that meets NaN or inf has the last word, whenever it runs.
+        tl.atomic_max(amax_ptr, own, sem="relaxed")
+        s = tl.where(own < INF, s.to(tl.int32, bitcast=True), NAN)
+        tl.atomic_max(s_ptr, s, mask=(tl.program_id(0) == 0) | (own >= INF), sem="relaxed")
+    if q_ptr is not None:
+        store(q_ptr, rows, at, R, end, pitch, to_fp8(x.to(tl.float32) * e, HOW[0]))
+    if qt_ptr is not None:
+        store(qt_ptr, at, rows, end, R, pitch_t, to_fp8(tl.trans(x).to(tl.float32) * e, HOW[0]))
 
 
-@torch_operator
-def cast_tensor(
-    x: Tensor, fmt: torch.dtype, rounding: str, margin: int, max_exponent: int, copies: str,
-    known: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    """`quantize` with tile (None, None): x (R, C), any float dtype and strides -> [q (R, C), q_t
-    (C, R), (amax, s) fp32]. copies: "both", "first" or "second". known: quantize's amax, a scalar.
+def amaxes(job: Job, x: Tensor, known: Tensor | None, lines: bool) -> list:
+    """As bits: the amax of everything, and None; or (`lines`) that of every row and every column,
+    beside those copies that are wanted."""
+    zeros = functools.partial(x.new_zeros, dtype=torch.int32)
+    out = [zeros(1), None]
+    if lines:
+        out = job.two(lambda: zeros(job.R), lambda: zeros(job.halves * job.C))
+    edge = 128 if job.source[3] is None else 64  # a SwiGLU needs more registers
+    job.run(_amax, known, *out, lines, tile=(edge, edge), num_warps=edge // 16)
+    return out
+
+
+def cast_tensor(job: Job, x: Tensor, known: Tensor | None) -> list:
+    """`quantize` with tile (None, None) -> [amax, s], each (1, 1); `known` is quantize's amax.
 
     Bytes an element of a BF16 x: 4 if `known` is positive, else 6."""
-    (R, C), stats = x.shape, x.new_zeros(2, dtype=torch.int32)
-    q, q_t = two_codes(x, fmt, copies)
-    shape, how = (R, C, *x.stride()), (FORMATS[fmt], rounding, margin, max_exponent)
-    amax, s = stats[:1], stats[1:]
-    launch(_amax, tiles(R, C, 128, 128), x, known, amax, None, *shape, False, 128, num_warps=8)
-    outputs = amax, s, q, q_t, *shape, pitch_of(q), pitch_of(q_t)
-    launch(_cast_tensor, tiles(R, C, 64, 64), x, known, *outputs, *how, 64)
-    return given([q, q_t, stats.view(torch.float32)])
+    (amax, _), s = amaxes(job, x, known, False), x.new_zeros(1, dtype=torch.int32)
+    job.run(_cast_whole, known, amax, s, tile=(64, 64))
+    return [t.view(torch.float32).view(1, 1) for t in (amax, s)]
 
 
 @triton.jit
-def _cast_rows(x_ptr, amax_ptr, amax_t_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, R, C, stride_r, stride_c,
-               pitch, pitch_t, FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.constexpr,
-               MAX_EXPONENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    i, j, rows, cols = tile_at(C, BLOCK, BLOCK)
-    x = load(x_ptr, rows, cols, R, C, stride_r, stride_c)
+def _cast_rows(source, codes, R, C, amax_ptr, amax_t_ptr, s_ptr, st_ptr, HOW: tl.constexpr,
+               GRID: tl.constexpr):  # fmt: skip
+    q_ptr, qt_ptr, pitch, pitch_t = codes
+    half, i, j, rows, cols = tile_at(C, GRID)
+    x, at, end = value(source, half, rows, cols, R, C), half * C + cols, half * C + C
     if q_ptr is not None:
         amax = tl.load(amax_ptr + rows, mask=rows < R, other=0)
-        e, s = encode_scale(amax, FMT, ROUNDING, MARGIN, MAX_EXPONENT)
-        if j == 0:
+        e, s = encode_scale(amax, HOW)
+        if j + half == 0:
             tl.store(s_ptr + rows, s, mask=rows < R)
-        store(q_ptr, rows, cols, R, C, pitch, to_fp8(x.to(tl.float32) * e[:, None], FMT))
+        store(q_ptr, rows, at, R, end, pitch, to_fp8(x.to(tl.float32) * e[:, None], HOW[0]))
     if qt_ptr is not None:
-        amax = tl.load(amax_t_ptr + cols, mask=cols < C, other=0)
-        e, s = encode_scale(amax, FMT, ROUNDING, MARGIN, MAX_EXPONENT)
+        amax = tl.load(amax_t_ptr + at, mask=at < end, other=0)
+        e, s = encode_scale(amax, HOW)
         if i == 0:
-            tl.store(st_ptr + cols, s, mask=cols < C)
+            tl.store(st_ptr + at, s, mask=at < end)
         v = tl.trans(x).to(tl.float32) * e[:, None]
-        store(qt_ptr, cols, rows, C, R, pitch_t, to_fp8(v, FMT))
+        store(qt_ptr, at, rows, end, R, pitch_t, to_fp8(v, HOW[0]))
 
 
-@torch_operator
-def cast_rows(
-    x: Tensor, fmt: torch.dtype, rounding: str, margin: int, max_exponent: int, copies: str
-) -> list[Tensor]:
-    """`quantize` with tile (1, None), of x (R, C) and of its transpose -> [q (R, C), q_t (C, R),
-    s (R, 1), s_t (C, 1)]; see cast_tensor.
+def cast_rows(job: Job, x: Tensor) -> list:
+    """`quantize` with tile (1, None), of x (R, C) and of its transpose -> [s (R, 1), s_t (C, 1)].
 
     Bytes an element of a BF16 x: 6; for one copy alone 5."""
-    R, C = x.shape
-    q, q_t = two_codes(x, fmt, copies)
-    s, s_t = two(copies, lambda: x.new_empty((R, 1), dtype=torch.float32),
-                 lambda: x.new_empty((C, 1), dtype=torch.float32))  # fmt: skip
-    amaxes = two(copies, lambda: x.new_zeros(R, dtype=torch.int32),
-                 lambda: x.new_zeros(C, dtype=torch.int32))  # fmt: skip
-    shape, how = (R, C, *x.stride()), (FORMATS[fmt], rounding, margin, max_exponent)
-    launch(_amax, tiles(R, C, 128, 128), x, None, *amaxes, *shape, True, 128, num_warps=8)
-    outputs = q, s, q_t, s_t, *shape, pitch_of(q), pitch_of(q_t)
-    launch(_cast_rows, tiles(R, C, 64, 64), x, *amaxes, *outputs, *how, 64)
-    return given([q, q_t, s, s_t])
+    bits = amaxes(job, x, None, True)
+    scales = [None if t is None else torch.empty_like(t, dtype=torch.float32) for t in bits]
+    job.run(_cast_rows, *bits, *scales, tile=(64, 64))
+    return [None if s is None else s[:, None] for s in scales]
 
 
 # ------------------------------------------------------------------------------------------------
-# 3. Casts whose scale is found on the way: cast_blocks and cast_mx
+# 4. Casts whose scale is found on the way: cast_blocks and cast_mx
 #
 # If a tile of the recipe fits into a tile of the program, the amax is there as soon as x is: one
 # read, no atomics, 2 + 1 + 1 bytes and the scales (4 bytes for 128 numbers, or 1 for 32, each way).
@@ -327,19 +378,26 @@ def cast_rows(
 #         store code(v e), s
 #
 # An H200 that copies 4.3 TB/s has time for about 27 instructions an element at 4 bytes. These tiles
-# make Triton spend 21 (tests/machine_code.py counts); 64 x 64 would take 44 for MX, most of them
-# shuffles, because there more threads share the 32 numbers of a column.
+# make Triton spend 21 (tests/machine_code.py counts); 64 x 64 would take 44 for MX, shuffles.
 
 
 @triton.jit
-def quantize_rows(x, FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.constexpr,
-                  MAX_EXPONENT: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+def quantize_rows(x, HOW: tl.constexpr, WIDTH: tl.constexpr):
     """A tile (r, c), one scale for WIDTH numbers of a row -> codes (r, c), s (r, c / WIDTH)."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     v = tl.reshape(x, (R, C // WIDTH, WIDTH))
-    e, s = encode_scale(tl.max(magnitude(v), 2), FMT, ROUNDING, MARGIN, MAX_EXPONENT)
-    return tl.reshape(to_fp8(v.to(tl.float32) * e[:, :, None], FMT), (R, C)), s
+    e, s = encode_scale(tl.max(magnitude(v), 2), HOW)
+    return tl.reshape(to_fp8(v.to(tl.float32) * e[:, :, None], HOW[0]), (R, C)), s
+
+
+@triton.jit
+def in_half(i, half, n, HALVES: tl.constexpr):
+    """Places i of one half on an axis of HALVES n places; beyond n: beyond the end of the axis."""
+    if HALVES == 1:
+        return i
+    else:
+        return tl.where(i < n, half * n + i, HALVES * n)
 
 
 @triton.jit
@@ -361,93 +419,60 @@ def store_scales(ptr, rows, cols, R, C, s, E8M0: tl.constexpr, SWIZZLE: tl.const
 
 
 @triton.jit
-def _cast_tiles(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, R, C, stride_r, stride_c, pitch, pitch_t,
-                FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.constexpr,
-                MAX_EXPONENT: tl.constexpr, WIDTH: tl.constexpr, E8M0: tl.constexpr,
-                SWIZZLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
-    i, j, rows, cols = tile_at(C, BLOCK_R, BLOCK_C)
-    x = load(x_ptr, rows, cols, R, C, stride_r, stride_c)
+def _cast_tiles(source, codes, R, C, s_ptr, st_ptr, WIDTH: tl.constexpr, E8M0: tl.constexpr,
+                SWIZZLE: tl.constexpr, HOW: tl.constexpr, GRID: tl.constexpr):  # fmt: skip
+    q_ptr, qt_ptr, pitch, pitch_t = codes
+    half, i, j, rows, cols = tile_at(C, GRID)
+    x, at, end = value(source, half, rows, cols, R, C), half * C + cols, half * C + C
     if q_ptr is not None:
-        q, s = quantize_rows(x, FMT, ROUNDING, MARGIN, MAX_EXPONENT, WIDTH)
-        store(q_ptr, rows, cols, R, C, pitch, q)
-        blocks = j * (BLOCK_C // WIDTH) + tl.arange(0, BLOCK_C // WIDTH)
-        store_scales(s_ptr, rows, blocks, R, tl.cdiv(C, WIDTH), s, E8M0, SWIZZLE)
+        q, s = quantize_rows(x, HOW, WIDTH)
+        store(q_ptr, rows, at, R, end, pitch, q)
+        blocks, across = j * (GRID[2] // WIDTH) + tl.arange(0, GRID[2] // WIDTH), tl.cdiv(C, WIDTH)
+        blocks = in_half(blocks, half, across, GRID[0])
+        store_scales(s_ptr, rows, blocks, R, GRID[0] * across, s, E8M0, SWIZZLE)
     if qt_ptr is not None:
-        q, s = quantize_rows(tl.trans(x), FMT, ROUNDING, MARGIN, MAX_EXPONENT, WIDTH)
-        store(qt_ptr, cols, rows, C, R, pitch_t, q)
-        blocks = i * (BLOCK_R // WIDTH) + tl.arange(0, BLOCK_R // WIDTH)
-        store_scales(st_ptr, cols, blocks, C, tl.cdiv(R, WIDTH), s, E8M0, SWIZZLE)
+        q, s = quantize_rows(tl.trans(x), HOW, WIDTH)
+        store(qt_ptr, at, rows, end, R, pitch_t, q)
+        blocks = i * (GRID[1] // WIDTH) + tl.arange(0, GRID[1] // WIDTH)
+        lines = in_half(cols, half, C, GRID[0])
+        store_scales(st_ptr, lines, blocks, GRID[0] * C, tl.cdiv(R, WIDTH), s, E8M0, SWIZZLE)
 
 
-@triton.jit
-def _cast_squares(x_ptr, q_ptr, s_ptr, qt_ptr, R, C, stride_r, stride_c, pitch, pitch_t,
-                  FMT: tl.constexpr, ROUNDING: tl.constexpr, MARGIN: tl.constexpr,
-                  MAX_EXPONENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    _, _, rows, cols = tile_at(C, BLOCK, BLOCK)
-    x = load(x_ptr, rows, cols, R, C, stride_r, stride_c)
-    e, s = encode_scale(tl.max(magnitude(x)), FMT, ROUNDING, MARGIN, MAX_EXPONENT)
-    tl.store(s_ptr + tl.program_id(0), s)
-    if q_ptr is not None:
-        store(q_ptr, rows, cols, R, C, pitch, to_fp8(x.to(tl.float32) * e, FMT))
-    if qt_ptr is not None:
-        store(qt_ptr, cols, rows, C, R, pitch_t, to_fp8(tl.trans(x).to(tl.float32) * e, FMT))
-
-
-@torch_operator
-def cast_blocks(
-    x: Tensor, fmt: torch.dtype, rounding: str, margin: int, max_exponent: int, copies: str,
-    square: bool,
-) -> list[Tensor]:  # fmt: skip
-    """`quantize` with tile (1, 128), of x (R, C) and of its transpose -> [q (R, C), q_t (C, R),
-    s (R, C/128), s_t (C, R/128)]; `square`: with tile (128, 128), for weights -> [q, q_t, s (R/128,
-    C/128)]. See cast_tensor.
+def cast_blocks(job: Job, x: Tensor, square: bool) -> list:
+    """`quantize` with tile (1, 128), of x (R, C) and of its transpose -> [s (R, C/128), s_t (C,
+    R/128)]; `square`: with tile (128, 128), for weights -> [s].
 
     Bytes an element of a BF16 x: 4, and 4 a scale."""
-    R, C = x.shape
-    q, q_t = two_codes(x, fmt, copies)
-    shape = R, C, *x.stride(), pitch_of(q), pitch_of(q_t)
-    how = FORMATS[fmt], rounding, margin, max_exponent
-    across, down = triton.cdiv(C, 128), triton.cdiv(R, 128)
+    down, across = triton.cdiv(job.R, 128), job.halves * triton.cdiv(job.C, 128)
+    empty = functools.partial(x.new_empty, dtype=torch.float32)
     if square:
-        s = x.new_empty((down, across), dtype=torch.float32)
-        launch(_cast_squares, down * across, x, q, s, q_t, *shape, *how, 128, num_warps=8)
-        return given([q, q_t, s])
-    s, s_t = two(copies, lambda: x.new_empty((across, R), dtype=torch.float32).t(),
-                 lambda: x.new_empty((down, C), dtype=torch.float32).t())  # fmt: skip
-    tile = 128, False, False, 128, 128
-    launch(_cast_tiles, down * across, x, q, s, q_t, s_t, *shape, *how, *tile, num_warps=8)
-    return given([q, q_t, s, s_t])
+        job.run(_cast_whole, None, None, s := empty(down, across), tile=(128, 128), num_warps=8)
+        return [s]
+    scales = job.two(lambda: empty(across, job.R).t(), lambda: empty(down, job.halves * job.C).t())
+    job.run(_cast_tiles, *scales, 128, False, False, tile=(128, 128), num_warps=8)
+    return scales
 
 
-@torch_operator
-def cast_mx(
-    x: Tensor, fmt: torch.dtype, rounding: str, margin: int, max_exponent: int, copies: str,
-    swizzle: bool | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """`quantize` with tile (1, 32), of x (R, C) and of its transpose -> [q (R, C), q_t (C, R),
-    s (R, C/32), s_t (C, R/32)], the scales as torch.float8_e8m0fnu; `swizzle` (the default on
-    Blackwell): flat, in the layout 32_4_4 of its tensor cores and F.scaled_mm. See cast_tensor.
+def cast_mx(job: Job, x: Tensor) -> list:
+    """`quantize` with tile (1, 32), of x (R, C) and of its transpose -> [s (R, C/32), s_t (C,
+    R/32)] as torch.float8_e8m0fnu; on Blackwell flat, in the layout 32_4_4 of its tensor cores and
+    of F.scaled_mm.
 
     Bytes an element of a BF16 x: 4, and 1 a scale."""
-    R, C = x.shape
-    swizzle = capability(x.device)[0] >= 10 if swizzle is None else swizzle
-    q, q_t = two_codes(x, fmt, copies)
+    R, C, swizzle = job.R, job.halves * job.C, capability(x.device)[0] >= 10
 
     def empty(R, C):
         if swizzle:
             return x.new_zeros(triton.cdiv(R, 128) * triton.cdiv(C, 4) * 512, dtype=torch.uint8)
         return x.new_empty((R, C), dtype=torch.uint8)
 
-    s, s_t = two(copies, lambda: empty(R, triton.cdiv(C, 32)), lambda: empty(C, triton.cdiv(R, 32)))
-    shape = R, C, *x.stride(), pitch_of(q), pitch_of(q_t)
-    how = FORMATS[fmt], rounding, margin, max_exponent
-    tile = 32, True, swizzle, 32, 128
-    launch(_cast_tiles, tiles(R, C, 32, 128), x, q, s, q_t, s_t, *shape, *how, *tile, num_warps=2)
-    return given([q, q_t, *(t.view(torch.float8_e8m0fnu) for t in given([s, s_t]))])
+    scales = job.two(lambda: empty(R, triton.cdiv(C, 32)), lambda: empty(C, triton.cdiv(R, 32)))
+    job.run(_cast_tiles, *scales, 32, True, swizzle, tile=(32, 128), num_warps=2)
+    return [None if t is None else t.view(torch.float8_e8m0fnu) for t in scales]
 
 
 # ------------------------------------------------------------------------------------------------
-# 4. gemm_scaled: the scale waits until the sum is done
+# 5. gemm_scaled: the scale waits until the sum is done
 #
 # A scale of a tensor or a row leaves the sum over K, so the loop is that of a plain FP8 GEMM, and
 # the scales multiply each output once: 2 M N K operations at the tensor cores' rate.
@@ -495,8 +520,7 @@ def plain(x):
 @triton.jit
 def _gemm_scaled(a_ptr, b_ptr, sa_ptr, sb_ptr, y_ptr, M, N, K, a_stride, b_stride, sa_stride,
                  sb_stride, IMPRECISE: tl.constexpr, TMA: tl.constexpr, PROGRAMS: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr,
-                 PARTS: tl.constexpr):  # fmt: skip
+                 BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     count = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
         m, n = tile_of(tile, M, N, BM, BN)
@@ -521,8 +545,7 @@ def k_major(a: Tensor) -> Tensor:
     """a (R, K), or a copy of it, with rows that TMA can read."""
     if a.stride(1) == 1 and a.stride(0) % 16 == 0 and a.storage_offset() % 16 == 0:
         return a
-    (copy,) = given(two_codes(a, a.dtype, "first"))
-    return copy.copy_(a)
+    return empty_codes(a, *a.shape, a.dtype).copy_(a)
 
 
 def tma(a: Tensor, rows: int, cols: int):
@@ -566,7 +589,7 @@ def gemm_scaled(
 
 
 # ------------------------------------------------------------------------------------------------
-# 5. gemm_blocks: a scale for every 128 products
+# 6. gemm_blocks: a scale for every 128 products
 #
 # The scales change along K, so the tensor core sums 128 products and the ordinary units add the
 # scaled sum to fp32 registers: 2 instructions for each element and step, while the tensor core
@@ -612,7 +635,7 @@ def gemm_blocks(a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch
 
 
 # ------------------------------------------------------------------------------------------------
-# 6. gemm_mx: a scale for every 32 products
+# 7. gemm_mx: a scale for every 32 products
 #
 # Blackwell's tensor cores multiply by the scales themselves, one byte for 32 codes, at the full FP8
 # rate. No earlier GPU of NVIDIA can: Hopper and Ada decode the codes to BF16 on the way to their
@@ -686,25 +709,155 @@ def gemm_mx(a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch.dty
     names = ("e4m3" if t.dtype is torch.float8_e4m3fn else "e5m2" for t in (a, b))
     how = *names, native, has_tma(a.device), bm, bn
     operands = tma(a, bm, 128), tma(b, bn, 128), s_a.view(torch.uint8), s_b.view(torch.uint8), y
-    launch(
-        _gemm_mx, tiles(M, N, bm, bn), *operands, M, N, K, a.stride(0), b.stride(0), *how, **options
-    )
+    shape = M, N, K, a.stride(0), b.stride(0)
+    launch(_gemm_mx, tiles(M, N, bm, bn), *operands, *shape, *how, **options)
     return y
 
 
 # ------------------------------------------------------------------------------------------------
-# 7. The two doors
+# 8. adam_step: AdamW between two casts
+#
+# torch's fused AdamW moves 28 bytes a parameter: it reads p, g, m, v and writes p, m, v in fp32.
+# With moments of one byte it is 4 + 4 + 1 + 1 and 4 + 1 + 1: 16. That is for a scale for each block
+# of the flattened tensor; one for the whole tensor must be known before the first code is written,
+# so the new moments are computed twice: 6 bytes more. Every element is updated in place by the one
+# thread that has read it.
+#
+#     m, v = code_m s_m, code_v s_v
+#     m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
+#     p  = (1 - lr decay) p - lr / bias1 m / (sqrt(v / bias2) + eps)        bias = 1 - beta^step
+#     encode m and v; a v > 0 never becomes code 0
 
-TILES = (None, None), (1, None), (1, 128), (128, 128), (1, 32)
+
+@triton.jit
+def bias_of(step, log_beta):
+    """1 - beta^step. Next to 0 that difference has few digits left: there a series, of 1 - e^x."""
+    x = step * log_beta
+    series = x * 0 + 1
+    for k in tl.static_range(8):
+        series = 1 + x * series * (1 / (9 - k))
+    return tl.where(x > -0.5, -x * series, 1 - tl.exp(x))
+
+
+@triton.jit
+def encode_moment(ptr, s_ptr, rows, at, inside, x, amax, FMT: tl.constexpr, FLOOR: tl.constexpr):
+    """x (r, c) into codes at `at`, s into s_ptr[rows]; FLOOR: no positive x becomes code 0."""
+    e, s = encode_scale(amax, (FMT, "fp32", 0, 126))
+    tl.store(s_ptr + rows, s, mask=tl.max(inside.to(tl.int32), 1) > 0)
+    code = to_fp8(x * e[:, None], FMT).to(tl.uint8, bitcast=True)
+    if FLOOR:
+        code = tl.where((code == 0) & (x > 0), 1, code).to(tl.uint8)
+    tl.store(ptr + at, code, mask=inside)
+
+
+@triton.jit
+def _adam(p_ptr, g_ptr, m_ptr, v_ptr, sm_ptr, sv_ptr, amax_ptr, new_ptr, step_ptr, N, rate1, rate2,
+          beta2, log1, log2, lr, decay, eps, AMAX: tl.constexpr, M_FMT: tl.constexpr,
+          V_FMT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = rows.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = at < N
+    scale = rows * 0 if amax_ptr is not None else rows  # one for all, or one a row
+    known = (scale * BLOCK < N) & (rows.to(tl.int64) * BLOCK < N)
+    m = tl.load(m_ptr + at, mask=inside, other=0).to(M_FMT, bitcast=True).to(tl.float32)
+    v = tl.load(v_ptr + at, mask=inside, other=0).to(V_FMT, bitcast=True).to(tl.float32)
+    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    m *= tl.load(sm_ptr + scale, mask=known, other=0.0)[:, None]
+    v *= tl.load(sv_ptr + scale, mask=known, other=0.0)[:, None]
+    m += rate1 * (g - m)
+    v = beta2 * v + rate2 * (g * g)
+    if AMAX:
+        tl.atomic_max(amax_ptr, tl.max(magnitude(m)), sem="relaxed")
+        tl.atomic_max(amax_ptr + 1, tl.max(magnitude(v)), sem="relaxed")
+    else:
+        step = tl.load(step_ptr)
+        root = tl.sqrt_rn(v) / tl.sqrt_rn(bias_of(step, log2))
+        p = tl.load(p_ptr + at, mask=inside, other=0.0) * (1 - lr * decay)
+        p -= lr / bias_of(step, log1) * (m / (root + eps))
+        tl.store(p_ptr + at, p, mask=inside)
+        if amax_ptr is not None:
+            amax_m, amax_v = tl.load(amax_ptr + scale), tl.load(amax_ptr + 1 + scale)
+            sm_ptr, sv_ptr = new_ptr, new_ptr + 1  # the old scale is still read by others
+        else:
+            amax_m, amax_v = tl.max(magnitude(m), 1), tl.max(magnitude(v), 1)
+        encode_moment(m_ptr, sm_ptr, scale, at, inside, m, amax_m, M_FMT, False)
+        encode_moment(v_ptr, sv_ptr, scale, at, inside, v, amax_v, V_FMT, True)
+
+
+@functools.partial(torch_operator, mutates=("p", "m", "v", "s_m", "s_v"))
+def adam_step(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, s_m: Tensor, s_v: Tensor, step: Tensor, block: int,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """fp8gpt.FP8Adam's step of p (fp32) with gradient g, both contiguous, in place: codes m, v
+    (1, N) with scales s_m, s_v (1, 1), or (1, N / block) for a `block` that is a power of two up to
+    4096; 0: one scale. step: a scalar tensor, 1 in the first step.
+
+    Bytes a parameter: 16, or 22 with one scale; and 16 for each block."""
+    size, (amax, new) = block or 256, (None, None)
+    if not block:
+        amax, new = p.new_zeros(2, dtype=torch.int32), p.new_empty(2)
+    logs = (math.log(max(beta, 1e-30)) for beta in (beta1, beta2))
+    state = m.view(torch.uint8), v.view(torch.uint8), s_m, s_v, amax, new, step
+    scalars = p.numel(), 1 - beta1, 1 - beta2, beta2, *logs, lr, weight_decay, eps
+    how = FORMATS[m.dtype], FORMATS[v.dtype], max(1, 2048 // size), size
+    programs = triton.cdiv(p.numel(), max(2048, size))
+    if not block:
+        launch(_adam, programs, p, g, *state, *scalars, True, *how)
+    launch(_adam, programs, p, g, *state, *scalars, False, *how)
+    if not block:
+        s_m.copy_(new[:1])
+        s_v.copy_(new[1:])
+
+
+# ------------------------------------------------------------------------------------------------
+# 9. The doors
+
+TILES = {(None, None): "tensor", (1, None): "row", (1, 128): "block", (128, 128): "square",
+         (1, 32): "mx"}  # fmt: skip
+
+
+@torch_operator
+def cast_operator(
+    x: Tensor, fmt: torch.dtype, tile: str, rounding: str, margin: int, max_exponent: int,
+    copies: str, known: Tensor | None, act: str, ug: Tensor | None, fold: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """-> what `cast` returns, in a row, without what is None."""
+    (R, C), halves, source = x.shape, 1, (x, *x.stride(), None, 0)
+    if act == "swiglu":
+        C, source = C // 2, (None, 0, 0, x, x.stride(0))
+    elif act == "swiglu_backward":
+        halves, source = 2, (x, *x.stride(), ug, ug.stride(0))
+    by_row = fold is not None and fold.shape[1] == 1
+    source = *source, fold if by_row else None, None if by_row else fold
+    q = empty_codes(x, R, halves * C, fmt) if copies != "second" else None
+    q_t = empty_codes(x, halves * C, R, fmt) if copies != "first" else None
+    codes = q, q_t, *(0 if t is None else t.stride(0) for t in (q, q_t))
+    job = Job(source, codes, R, C, halves, (FORMATS[fmt], rounding, margin, max_exponent))
+    if tile == "tensor":
+        scales = cast_tensor(job, x, known)
+    elif tile in ("row", "mx"):
+        scales = cast_rows(job, x) if tile == "row" else cast_mx(job, x)
+    else:
+        scales = cast_blocks(job, x, tile == "square")
+    return [t for t in (q, q_t, *scales) if t is not None]
 
 
 def cast(
     x: Tensor, fmt: torch.dtype, tile: tuple, rounding="fp32", margin=0, max_exponent=126,
-    copies="both", known: Tensor | None = None,
+    copies="both", known: Tensor | None = None, act="none", ug: Tensor | None = None,
+    fold: Tensor | None = None,
 ) -> tuple:  # fmt: skip
-    """fp8gpt.quantize of x (R, C) in tiles, and of its transpose -> ((q, s), (q_t, s_t), amax); see
-    cast_tensor. A copy that is not wanted is None; amax is (1, 1) for a whole tensor, else None.
-    Raises ValueError for what has no kernel."""
+    """fp8gpt.quantize of an operand (R, C) in tiles, and of its transpose -> ((q (R, C), s), (q_t
+    (C, R), s_t), amax). A copy that is not wanted is None; amax is (1, 1) for a whole tensor, else
+    None. Raises ValueError for what has no kernel.
+
+    copies  "both", "first" or "second". known: quantize's amax, a scalar, for a whole tensor
+    act     "none": the operand is x, any float dtype and strides; "swiglu": x (R, 2 C) is up | gate
+            and the operand h; "swiglu_backward": x (R, C/2) is dh, `ug` (R, C) up | gate, and the
+            operand their gradient
+    fold    (R, 1) or (1, C) fp32, powers of two: divides h
+    """
     if x.dim() != 2 or x.numel() == 0 or fmt not in FORMATS:
         raise ValueError(f"no cast of {tuple(x.shape)} to {fmt}: a matrix, E4M3 or E5M2, please")
     if tile not in TILES or tile == (1, 32) and rounding == "fp32":
@@ -713,24 +866,20 @@ def cast(
         if tile != (None, None):
             raise ValueError(f"no cast in tiles {tile} by a known amax")
         known = known.to(x.device, torch.float32)
-    how, amax = (fmt, rounding, margin, max_exponent, copies), None
-    rows, cols = copies != "second", copies != "first"
+    if act != "none":
+        both = x if act == "swiglu" else ug
+        C = both.shape[1] // 2  # no tile may lie in both halves
+        if both.stride(1) != 1 or both.shape[1] % 2 or tile == (128, 128) or C % (tile[1] or 1):
+            raise ValueError(f"no {act} of {tuple(both.shape)} in tiles {tile}")
+    how = rounding, margin, max_exponent, copies, known, act, ug, fold
+    made, amax, n = cast_operator(x, fmt, TILES[tile], *how), None, 1 + (copies == "both")
+    q, s = made[:n], made[n:]
     if tile == (None, None):
-        *q, stats = cast_tensor(x, *how, known)
-        amax, s = stats.view(2, 1, 1).unbind()
-        s = [s] * len(q)
+        amax, s = s[0], s[1:] * n
     elif tile == (128, 128):
-        *q, s = cast_blocks(x, *how, True)
-        s = [s] * rows + [s.t()] * cols
-    else:
-        if tile == (1, None):
-            out = cast_rows(x, *how)
-        elif tile == (1, 128):
-            out = cast_blocks(x, *how, False)
-        else:
-            out = cast_mx(x, *how)
-        q, s = out[: len(out) // 2], out[len(out) // 2 :]
-    return (q[0], s[0]) if rows else None, (q[-1], s[-1]) if cols else None, amax
+        s = [s[0], s[0].t()]
+    first = (q[0], s[0]) if copies != "second" else None
+    return first, (q[-1], s[-1]) if copies != "first" else None, amax
 
 
 def gemm_nt(

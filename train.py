@@ -3,6 +3,7 @@
     python train.py --recipe mxfp8                            one model, about 2 minutes on a CPU
     python train.py --compare bf16 delayed current mxfp8      the same run under several recipes
     python train.py --compare delayed delayed,smooth=channel  an arm is a recipe plus overrides
+    python train.py --recipe delayed --monitor 10             look inside, every 10 steps
     python train.py --bench                                   what a step costs, part by part
 
 Every field of Config is a flag (--batch-size 16) and, unless all arms must share it, an override
@@ -27,11 +28,11 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import fp8gpt
 from data.prepare import TOKENIZERS, Corpus, UserError, get_tokenizer
+from data.report import Monitor, memory, operand_health, plot, print_table, write_whole
 from fp8gpt import E4M3, E5M2, FP32, GPT, MASTERS, RECIPES, FP8Adam, FP8Linear, GPTConfig, Recipe
 
 # ------------------------------------------------------------------------------------------------
@@ -95,6 +96,7 @@ class Config:
     eval_every: int = 100  # steps between evaluations
     eval_batches: int = 20  # batches in an evaluation
     max_skips: int = 5  # stop after this many non-finite steps in a row
+    monitor: int = 0  # steps between looks inside: monitor.jsonl and monitor.png; 0: none
 
 
 GPU_PRESET = dict(
@@ -113,7 +115,7 @@ CHOICES = dict(
     recipe=RECIPES, tokenizer=TOKENIZERS, optimizer=("adamw", "fp8adam"),
     m_fmt=FORMATS, v_fmt=FORMATS, master=MASTERS,
 )  # fmt: skip
-FROM_ZERO = ["seed", "bf16_first", "bf16_last", "warmup"]  # other counts are from 1 on
+FROM_ZERO = ["seed", "bf16_first", "bf16_last", "warmup", "monitor"]  # other counts are from 1 on
 LIMITS = dict(
     beta1=(0, 1), beta2=(0, 1), loss_scale=(1e-30, 3.4e38), n_layer=(1, 1000), threads=(0, 1000)
 )  # from, to below
@@ -288,17 +290,6 @@ def can_compile(device):
 # An arm: a configuration with its model, its optimizer and its step
 
 
-def write_whole(path, write):
-    """Write aside, then rename: the file is whole or not there."""
-    aside = path.with_suffix(".tmp")
-    try:
-        write(aside)
-        os.replace(aside, path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        aside.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {str(error).splitlines()[0]}") from None
-
-
 def model_config(c, vocab_size):
     """The GPTConfig of a configuration, its recipe with the fields that were given."""
     changed = {n: v for n in RECIPE_FIELDS if (v := getattr(c, n)) is not None}
@@ -311,6 +302,40 @@ def model_config(c, vocab_size):
         raise UserError(str(error)) from None
 
 
+def param_groups(model, weight_decay):
+    """Two groups for an optimizer: matrices decay; norms, biases and embeddings do not."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    groups = {True: [], False: []}
+    for p in model.parameters():
+        groups[p.dim() > 1 and id(p) not in tables].append(p)
+    return [dict(params=groups[d], weight_decay=weight_decay * d) for d in (True, False)]
+
+
+def flops_per_token(model, T=None):
+    """Forward and backward: 6 a parameter, but for a table that is only looked up, and 12 T C a
+    layer for attention (arXiv 2204.02311)."""
+    only_read = model.wte if model.wpe is None else model.wpe
+    attention = 12 * model.config.n_layer * model.config.n_embd * (T or model.config.block_size)
+    return 6 * (model.num_params() - only_read.weight.numel()) + attention
+
+
+@torch.no_grad()
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None):
+    """Continue idx (B, T >= 1) by sampling; temperature 0 takes the likeliest token."""
+    with model.weights_cast():
+        for _ in range(max_new_tokens):
+            logits = model(idx[:, -model.config.block_size :])[0][:, -1]  # (B, vocab)
+            if top_k:
+                kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            if temperature == 0:
+                new = logits.argmax(-1, keepdim=True)
+            else:
+                new = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1)
+            idx = torch.cat((idx, new), dim=1)
+    return idx
+
+
 class Arm:
     def __init__(self, c, corpus, device):
         self.c, self.corpus, self.device, self.step, self.skipped = c, corpus, device, 0, 0
@@ -320,7 +345,7 @@ class Arm:
             self.recipe, self.model = config.recipe, GPT(config).to(device)
         except (RuntimeError, TypeError) as error:  # torch's words for sizes beyond its memory
             raise UserError(f"this model does not fit: {str(error).splitlines()[0]}") from None
-        groups, betas = fp8gpt.param_groups(self.model, c.weight_decay), (c.beta1, c.beta2)
+        groups, betas = param_groups(self.model, c.weight_decay), (c.beta1, c.beta2)
         if c.optimizer == "fp8adam":
             fp8 = dict(m_fmt=FORMATS[c.m_fmt], v_fmt=FORMATS[c.v_fmt], block=c.adam_block)
             fp8 |= dict(stochastic_rounding=c.stochastic_rounding, master=c.master)
@@ -392,7 +417,9 @@ class Arm:
         encoding = get_tokenizer(self.corpus.tokenizer)
         ids = encoding.encode_ordinary(prompt or "\n")
         torch.manual_seed(self.c.seed)
-        idx = self.model.generate(torch.tensor([ids], device=self.device), tokens, 0.8, 50)
+        with torch.compiler.set_stance("force_eager"):  # else every length would be compiled
+            idx = torch.tensor([ids], device=self.device)
+            idx = generate(self.model, idx, tokens, temperature=0.8, top_k=50)
         return encoding.decode(idx[0].tolist())
 
     def save(self, path):
@@ -446,7 +473,7 @@ def fit(arm, out, label):
     path = out / "steps.jsonl"  # a resumed run keeps the rows up to its checkpoint
     kept = path.read_text().splitlines(keepends=True)[: arm.step]
     write_whole(path, lambda aside: aside.write_text("".join(kept)))
-    with open(path, "a") as log, bar:
+    with open(path, "a") as log, Monitor(arm, out) as monitor, bar:
         while arm.step < c.steps and not stop:
             start, lr = time.perf_counter(), arm.lr()
             loss, norm = arm.train_step()
@@ -457,6 +484,7 @@ def fit(arm, out, label):
             speed = f"{tokens / seconds:,.0f} tokens/s"
             bar.set_postfix_str(f"loss {loss:.3f}, {speed}")
             bar.update()
+            monitor.after_step()
             if arm.step % c.eval_every == 0 or arm.step == c.steps:
                 row["val_loss"] = arm.evaluate()
                 arm.save(out / "ckpt.pt")
@@ -485,89 +513,7 @@ def flops_utilisation(arm, tokens_per_s):
     """Model FLOPs utilisation, or None for a device whose peak is not in the table."""
     name = torch.cuda.get_device_name(arm.device) if arm.device.type == "cuda" else "CPU"
     peak = next((p for n, p in PEAKS.items() if n in name), None)
-    return tokens_per_s * arm.model.flops_per_token() / peak if peak else None
-
-
-def memory(arm):
-    """Bytes: on CUDA the peak; on a CPU parameters, optimizer state and what backward keeps."""
-    if arm.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(arm.device)
-    params = list(arm.model.parameters())
-    owned, saved = {p.untyped_storage().data_ptr() for p in params}, {}
-
-    def pack(t):  # keeps the storage, so that its address is not used again, but not the graph
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in owned:
-            saved[storage.data_ptr()] = storage
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None):
-        arm.model(*arm.batch("train", arm.c.seed, 0, 0))
-    state = [t for s in arm.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-    return sum(t.nbytes for t in params + state) + sum(s.nbytes() for s in saved.values())
-
-
-def operand_health(arm):
-    """{"blocks.0.attn.wqkv.x": fp8gpt.health(...), ...} for x, w and g of the recipe's linears, on
-    one batch. Nothing that outlives it is changed: in eval mode an amax history is only read."""
-    layers = {n: m for n, m in arm.model.named_modules() if isinstance(m, FP8Linear)}
-    layers = {n: m for n, m in layers.items() if m.recipe == arm.recipe}
-    seen, hooks = {}, []
-
-    def watch(name):
-        def hook(module, args, kwargs, y):
-            fold = kwargs.get("fold", 1.0)
-            seen[name, "x"] = args[0].detach().flatten(0, -2) / fold
-            seen[name, "w"] = module.weight.detach() * fold
-            y.register_hook(lambda g: seen.update({(name, "g"): g.detach().flatten(0, -2)}))
-
-        return hook
-
-    for name, module in layers.items():
-        hooks.append(module.register_forward_hook(watch(name), with_kwargs=True))
-    arm.model.eval()
-    (arm.model(*arm.batch("val", 0, 0))[1] * arm.c.loss_scale).backward()
-    arm.model.train()
-    arm.optimizer.zero_grad()
-    for hook in hooks:
-        hook.remove()
-    result = {}
-    for (name, operand), x in seen.items():
-        history = layers[name].history()["xwg".index(operand)]
-        x8, _ = fp8gpt.quantize_operand(x, operand, arm.recipe, history, "first")
-        result[f"{name}.{operand}"] = fp8gpt.health(x, x8)
-    return result
-
-
-def plot(curves, path):
-    """Loss over steps; with several curves, also the difference to the first."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    several = len(curves) > 1
-    figure, axes = plt.subplots(1, 1 + several, figsize=(5.5 + 5.5 * several, 4), squeeze=False)
-    k = max(1, len(curves[0][1]) // 15)  # steps in the running mean
-    mean, base = np.ones(k) / k, np.array(curves[0][1])
-    for i, (name, losses) in enumerate(curves):
-        style = dict(color=f"C{i % 10}", lw=1.3, label=name)
-        smooth = np.convolve(losses, mean, "valid")
-        axes[0, 0].plot(np.arange(k, k + len(smooth)), smooth, **style)
-        n = min(len(base), len(losses))
-        if i and n >= k:
-            smooth = np.convolve(losses[:n] - base[:n], mean, "valid")
-            axes[0, 1].plot(np.arange(k, k + len(smooth)), smooth, **style)
-    axes[0, 0].set(title=f"training loss, mean of {k} steps", ylabel="nats a token")
-    if several:
-        axes[0, 1].axhline(0, color="C0", lw=1.3)
-        axes[0, 1].set_title(f"loss minus that of {curves[0][0]} on the same batches")
-    for ax in axes.flat:
-        ax.set_xlabel("step")
-        ax.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=9)  # the colours are the same on the right
-    figure.tight_layout()
-    write_whole(path, lambda aside: figure.savefig(aside, dpi=110, format="png"))
-    plt.close(figure)
+    return tokens_per_s * flops_per_token(arm.model) / peak if peak else None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -697,14 +643,6 @@ def compare(c, given, args, device, device_line):
         table.append(row + [f"{a['worst_sqnr']:.1f} dB, {a['worst']}" if a["worst"] else "n/a"])
     print_table(table)
     print(f"\nsee {out}/compare.json and {out}/compare.png")
-
-
-def print_table(rows):
-    """Rows of strings, the first one the header, as a Markdown table."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    for row in rows:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
 
 
 def sync(device):

@@ -10,6 +10,7 @@ with Triton. A table of registers, shared memory and instructions is printed.
 
 import collections
 import concurrent.futures
+import functools
 import multiprocessing
 import os
 import re
@@ -30,19 +31,47 @@ n = 4096
 
 
 def casts(fmt=E4M3, dtype=torch.bfloat16):
-    """name -> a call of a wrapper."""
+    """name -> a call of a wrapper, as a layer makes it."""
+    empty, known = functools.partial(torch.empty, dtype=dtype), torch.ones(())
 
-    def x(kernels, wrapper, *how):
-        getattr(kernels, wrapper)(torch.empty(n, n, dtype=dtype), fmt, *how)
+    def cast(shape, kernels, **how):
+        kernels.cast(empty(shape), fmt, **how)
 
-    known = torch.ones(())
+    ways = {
+        "cast_tensor, current": ((None, None), "fp32", None),
+        "cast_tensor, delayed": ((None, None), "fp32", known),
+        "cast_rows": ((1, None), "pow2", None),
+        "cast_blocks": ((1, 128), "pow2", None),
+        "cast_blocks, square": ((128, 128), "pow2", None),
+        "cast_mx": ((1, 32), "pow2", None),
+    }
+    calls = {}
+    for name, (tile, rounding, known) in ways.items():
+        how = dict(tile=tile, rounding=rounding, known=known)
+        calls[name] = functools.partial(cast, (n, n), **how)
+        if "square" not in name and dtype.itemsize == 2:  # of an MLP as wide as x
+            fused = {
+                "SwiGLU": ((n, 2 * n), dict(act="swiglu")),
+                "smooth": ((n, 2 * n), dict(act="swiglu", fold=torch.ones(1, n))),
+                "its gradient": ((n, n), dict(act="swiglu_backward", ug=empty(n, 2 * n))),
+            }
+            for what, (shape, more) in fused.items():
+                more = how | more
+                calls[f"{name}, {what}"] = functools.partial(cast, shape, **more)
+    return calls
+
+
+def steps(fmt=E4M3):
+    """FP8 Adam; fmt is that of m."""
+
+    def call(kernels, block, scales):
+        p, m, v = (torch.empty(n * n, dtype=d) for d in (torch.float32, fmt, E5M2))
+        scale = torch.ones(1, scales)
+        kernels.adam_step(p, p, m, v, scale, scale, p[0], block, 1e-3, 0.9, 0.95, 1e-8, 0.1)
+
     return {
-        "cast_tensor, current": lambda k: x(k, "cast_tensor", "fp32", 0, 126, "both", None),
-        "cast_tensor, delayed": lambda k: x(k, "cast_tensor", "fp32", 0, 126, "both", known),
-        "cast_rows": lambda k: x(k, "cast_rows", "pow2", 0, 126, "both"),
-        "cast_blocks": lambda k: x(k, "cast_blocks", "pow2", 0, 126, "both", False),
-        "cast_blocks, square": lambda k: x(k, "cast_blocks", "pow2", 0, 126, "both", True),
-        "cast_mx": lambda k: x(k, "cast_mx", "pow2", 0, 126, "both"),
+        "adam_step": lambda k: call(k, 0, 1),
+        "adam_step, blocks": lambda k: call(k, 256, n * n // 256),
     }
 
 
@@ -98,7 +127,9 @@ def compile_for(sm: int, name: str, calls: dict) -> list:
     rows, run = [], JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        x = args[0]  # a matrix, or the descriptor of one
+        x = args[0]  # a matrix, the descriptor of one, or a source
+        if isinstance(x, tuple):
+            x = x[3] if x[0] is None else x[0]  # up | gate, or a matrix
         itemsize = getattr(x, "base", x).dtype.itemsize
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         rows.append(read(sm, name, kernel) | {"itemsize": itemsize})
@@ -142,28 +173,27 @@ def compiler():
 
 def work(job: tuple) -> list:
     sm, name, kind, how = job
-    return compile_for(sm, name, {"casts": casts, "gemms": gemms}[kind](*how))
+    return compile_for(sm, name, globals()[kind](*how))
 
 
 def jobs(everything: bool) -> list:
-    """(sm, name, kind, formats): by default all configurations for Hopper, one a kernel elsewhere.
+    """(sm, name, kind, formats): by default one configuration a kernel, and for Hopper most.
     (E5M2 for g, fp32 for weights and the output of wgrad.)"""
-    kinds = [("casts", ()), ("gemms", ())]
+    kinds = [("casts", ()), ("gemms", ()), ("steps", ())]
     if everything:
         kinds += [("casts", (E5M2,)), ("casts", (E4M3, torch.float32))]
         kinds += [("gemms", (E5M2, E4M3)), ("gemms", (E4M3, E4M3, torch.float32))]
-    once = {
-        "cast_tensor, delayed",
-        "gemm_scaled, fast, small",
-        "gemm_scaled, precise",
-        "gemm_blocks",
-    }
+    names = {name: name.split(", ") for name in (*casts(), *gemms(), *steps())}
+    rare = {name for name, parts in names.items() if "smooth" in parts or len(parts) == 3}
+    usual = {"cast_tensor, current", "cast_rows", "cast_blocks", "cast_blocks, square", "cast_mx",
+             "gemm_scaled, fast", "gemm_blocks, square", "gemm_mx", "adam_step, blocks"}  # fmt: skip
+    chosen = {sm: set(names) - rare if sm == 90 else usual for sm in TARGETS}
     return [
         (sm, name, kind, how)
         for sm in TARGETS
         for kind, how in kinds
         for name in globals()[kind]()
-        if everything or sm == 90 or name not in once
+        if everything or name in chosen[sm]
     ]  # fmt: skip
 
 
@@ -175,12 +205,12 @@ def compile_all(everything: bool = False) -> list:
 
 
 def table(rows: list) -> str:
-    head = "GPU            call                      kernel           regs  stack  shared   code"
+    head = f"GPU            {'call':34} {'kernel':13}  regs  stack  shared   code"
     lines = [f"{head}  ld.128  st.128  shuffles  tensor cores"]
     for r in rows:
         cores = sorted(op for op in r["ops"] if re.match(r"Q?[GHO]?MMA\.|QGMMA|HGMMA|UTC\wMMA", op))
         lines.append(
-            f"{TARGETS[r['sm']]:14} {r['call']:25} {r['kernel']:15} {r['registers']:5} "
+            f"{TARGETS[r['sm']]:14} {r['call']:34} {r['kernel']:13} {r['registers']:5} "
             f"{r['stack']:6} {r['shared']:7} {sum(r['ops'].values()):6} "
             f"{count(r, r'LDG.*128'):7} {count(r, r'STG.*128'):7} {count(r, 'SHFL|REDUX'):9}  "
             + " ".join(cores)

@@ -27,9 +27,12 @@ from fp8gpt import (
     GPT,
     RECIPES,
     Backend,
+    FP8Adam,
     FP8Linear,
     GPTConfig,
+    Quantized,
     Recipe,
+    SwiGLU,
     dequantize,
     encode,
     encode_scale,
@@ -65,6 +68,24 @@ def same_cast(q, s, expected):
     return same(s, expected.s) and bool((equal | ~real).all())
 
 
+GPUS = {"Hopper": (9, 0), "Ada": (8, 9), "RTX Blackwell": (12, 0), "Blackwell": (10, 0)}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The kernels believe that they run on this GPU, with two processors."""
+
+    def pretend(name):
+        monkeypatch.setattr(kernels, "capability", lambda device: GPUS[name])
+        monkeypatch.setattr(kernels, "processors", lambda device: 2)
+
+    return pretend
+
+
+def error(y, expected):
+    return ((y.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
 # Casts -------------------------------------------------------------------------------------------
 
 
@@ -76,11 +97,10 @@ def encode_all(x_ptr, q_ptr, n, FMT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scale_all(a_ptr, e_ptr, s_ptr, n, FMT: tl.constexpr, ROUNDING: tl.constexpr,
-              MARGIN: tl.constexpr, MAX_EXPONENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def scale_all(a_ptr, e_ptr, s_ptr, n, HOW: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = kernels.magnitude(tl.load(a_ptr + i, mask=i < n, other=0.0))
-    e, s = kernels.encode_scale(amax, FMT, ROUNDING, MARGIN, MAX_EXPONENT)
+    e, s = kernels.encode_scale(amax, HOW)
     tl.store(e_ptr + i, e, mask=i < n)
     tl.store(s_ptr + i, s, mask=i < n)
 
@@ -115,7 +135,7 @@ def test_scales_of_every_kind_of_amax(fmt, rounding, margin, max_exponent):
     amax = every_kind_of_number().abs()
     e, s = torch.empty_like(amax), torch.empty_like(amax)
     how = kernels.FORMATS[fmt.dtype], rounding, margin, max_exponent
-    scale_all[(triton.cdiv(len(amax), 8192),)](amax, e, s, len(amax), *how, 8192)
+    scale_all[(triton.cdiv(len(amax), 8192),)](amax, e, s, len(amax), how, 8192)
     expected, real = encode_scale(amax, fmt, rounding, margin, max_exponent), amax.isfinite()
     assert torch.equal(e[real], expected[real])
     assert torch.equal(s[real], expected.reciprocal()[real]) and s[~real].isnan().all()
@@ -169,9 +189,11 @@ def test_a_cast_takes_every_rounding_and_makes_the_copies_that_are_wanted(roundi
     first = kernels.cast(x, E4M3.dtype, (r, c), copies="first", **how)
     second = kernels.cast(x, E4M3.dtype, (r, c), copies="second", **how)
     assert first[1] is None and second[0] is None
-    rest = ("pow2", 0, 126)
     for copies, n in (("both", 4), ("first", 2), ("second", 2)):
-        assert len(kernels.cast_rows(x, E4M3.dtype, *rest, copies)) == n
+        made = kernels.cast_operator(
+            x, E4M3.dtype, "row", "pow2", 0, 126, copies, None, "none", None, None
+        )
+        assert len(made) == n
     assert same_cast(*both[0], quantize(x, E4M3, (r, c), **how))
     assert same_cast(*both[1], quantize(x, E4M3, (c, r), **how).t())
     for one, of_both in ((first[0], both[0]), (second[1], both[1])):
@@ -208,27 +230,33 @@ def test_what_has_no_kernel_is_refused(shape, fmt, tile, rounding):
         kernels.cast(torch.ones(2, 3), E4M3.dtype, (1, None), known=torch.ones(()))
 
 
-def test_the_swizzled_scales_are_torchaos():
+def test_the_swizzled_scales_are_torchaos(gpu):
     from torchao.prototype.mx_formats.utils import to_blocked
 
-    x = torch.randn(150, 300)
-    how = E4M3.dtype, "pow2", 0, 126, "both"
-    *_, s, s_t = kernels.cast_mx(x, *how, swizzle=False)
-    *_, z, z_t = kernels.cast_mx(x, *how, swizzle=True)
-    for plain, swizzled in ((s, z), (s_t, z_t)):
+    x, made = torch.randn(150, 300), []
+    for name in ("Hopper", "Blackwell"):
+        gpu(name)
+        made.append(kernels.cast(x, E4M3.dtype, (1, 32), "pow2")[:2])
+    for (_, plain), (_, swizzled) in zip(*made):
         assert torch.equal(
             swizzled.view(torch.uint8), to_blocked(plain.view(torch.uint8)).flatten()
         )
 
 
-BYTES = {  # an element of a BF16 x, and for each scale: a 256 x 384 matrix has
+BYTES = {  # of an operand of 256 x 384 numbers: for a number, and for a scale
     "current": (6, 0), "delayed": (4, 0), "row": (6, 4), "block": (4, 4), "square": (4, 4),
     "mx": (4, 1),
 }  # fmt: skip
+# And where it is SwiGLU, or its gradient, whose two halves read the same numbers: the second finds
+# them in the L2 cache, so that of 6 bytes read for a number of either half 3 come from memory.
+READS = {"none": 2, "swiglu": 4, "swiglu_backward": 6}
 
 
-@pytest.mark.parametrize("name", BYTES)
-def test_a_cast_moves_no_byte_more_than_its_floor(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name, act",
+    [(name, act) for name in BYTES for act in READS if act == "none" or name != "square"],
+)
+def test_a_cast_moves_no_byte_more_than_its_floor(name, act, monkeypatch):
     from triton.runtime.interpreter import interpreter_builder as builder
 
     moved = {"elements": 0, "scales": 0}
@@ -245,21 +273,163 @@ def test_a_cast_moves_no_byte_more_than_its_floor(name, monkeypatch):
 
         return count
 
-    x = torch.randn(256, 384).bfloat16()
+    R, C = 128, 256
+    shapes = {"none": [(R, C)], "swiglu": [(R, 2 * C)], "swiglu_backward": [(R, C // 2), (R, C)]}
+    x, *ug = (torch.randn(shape).bfloat16() for shape in shapes[act])
     tile = TILES.get(name, (None, None))
-    known = torch.tensor(1.0) if name == "delayed" else None
+    how = dict(known=torch.tensor(1.0) if name == "delayed" else None, act=act)
     for move, value_at in (("create_masked_load", 0), ("create_masked_store", 1)):
         monkeypatch.setattr(builder, move, counted(getattr(builder, move), value_at))
-    (_, s), (_, s_t), _ = kernels.cast(x, E4M3.dtype, tile, "pow2", known=known)
+    (_, s), (_, s_t), _ = kernels.cast(x, E4M3.dtype, tile, "pow2", **how, **dict(zip(["ug"], ug)))
     element, scale = BYTES[name]
-    assert moved["elements"] == element * x.numel()
+    reads = (element - 2) // 2
+    assert moved["elements"] == (reads * READS[act] + 2) * R * C
     written = s.numel() + (s_t.numel() if name != "square" else 0)
     if name == "row":  # an amax is read by each tile
-        written += s.numel() * 384 // 64 + s_t.numel() * 256 // 64
-    # For a whole tensor each of the 24 programs that cast reads the amax, 4 bytes; with a known one
-    # they read that as well, and so do the 6 that then find no amax to take.
-    scalars = {"current": 24 * 4, "delayed": (24 + 24 + 6) * 4}
+        written += s.numel() * C // 64 + s_t.numel() * R // 64
+    # For a whole tensor every program that casts reads the amax, 4 bytes; with a known one it reads
+    # that as well, and so does every one that then finds no amax to take.
+    casts, edge = R * C // 64**2, 128 if act == "none" else 64
+    scalars = {"current": casts * 4, "delayed": (2 * casts + R * C // edge**2) * 4}
     assert moved["scales"] == scalars.get(name, scale * written)
+
+
+# SwiGLU on its way into a cast --------------------------------------------------------------------
+
+
+def swiglu(ug, fold=1.0):
+    """h = up silu(gate) / fold, in fp32, as numpy computes it: its exp is the interpreter's."""
+    up, gate = ug.float().chunk(2, dim=1)
+    below = 1 + torch.from_numpy(np.exp(-gate.numpy()))
+    return up * (gate / below) / fold
+
+
+def swiglu_backward(dh, ug, fold=1.0):
+    """The gradient of (up | gate), as numpy computes it."""
+    dh, (up, gate) = dh.float(), ug.float().chunk(2, dim=1)
+    below = 1 + torch.from_numpy(np.exp(-gate.numpy()))
+    slope = 1 / below * (1 + gate * (1 - 1 / below))
+    return torch.cat([dh * (gate / below), dh * (up * slope)], dim=1) / fold
+
+
+@pytest.mark.parametrize("tile", ["tensor", "row", "block", "mx"])
+@pytest.mark.parametrize("smooth", [None, "channel", "token"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_swiglu_and_its_gradient_are_cast_bit_for_bit(dtype, smooth, tile):
+    (r, c), rounding = TILES[tile], "fp32" if tile == "tensor" else "pow2"
+    for R, C in [(70, 256), (33, 128)] + [(5, 96)] * (tile != "block"):
+        ug, dh = awkward("random", (R, 2 * C)).to(dtype), torch.randn(R, C).to(dtype)
+        ug[0] *= 100  # gates that are open or shut
+        shape = {"channel": (1, C), "token": (R, 1)}.get(smooth)
+        fold = torch.exp2(torch.randint(-9, 9, shape).float()) if smooth else None
+        made = kernels.cast(ug, E4M3.dtype, (r, c), rounding, act="swiglu", fold=fold)
+        h = swiglu(ug, 1.0 if fold is None else fold)
+        assert same_cast(*made[0], quantize(h, E4M3, (r, c), rounding))
+        assert same_cast(*made[1], quantize(h, E4M3, (c, r), rounding).t())
+        fold = fold if smooth == "token" else None
+        how = dict(act="swiglu_backward", ug=ug, fold=fold)
+        made = kernels.cast(dh, E5M2.dtype, (r, c), rounding, **how)
+        dug = swiglu_backward(dh, ug, 1.0 if fold is None else fold)
+        assert same_cast(*made[0], quantize(dug, E5M2, (r, c), rounding))
+        assert same_cast(*made[1], quantize(dug, E5M2, (c, r), rounding).t())
+
+
+def test_the_formulas_of_swiglu_are_autograds():
+    ug, dh = torch.randn(50, 64).requires_grad_(), torch.randn(50, 32)
+    up, gate = ug.chunk(2, dim=1)
+    h = up * torch.nn.functional.silu(gate)
+    h.backward(dh)
+    assert error(swiglu(ug.detach()), h.detach()) < FP32_SUM
+    assert error(swiglu_backward(dh, ug.detach()), ug.grad) < FP32_SUM
+
+
+def test_swiglu_that_has_no_kernel_is_refused():
+    for shape, tile in (((4, 7), (1, None)), ((4, 64), (1, 128)), ((4, 64), (128, 128))):
+        with pytest.raises(ValueError, match="no swiglu"):
+            kernels.cast(torch.ones(shape), E4M3.dtype, tile, "pow2", act="swiglu")
+
+
+# FP8 Adam ----------------------------------------------------------------------------------------
+
+
+def adam_by_numpy(p, g, m, v, t, lr, beta1, beta2, eps, decay):
+    """AdamW in float64, but with moments as the kernel has them, in fp32."""
+    m = m + np.float32(1 - beta1) * (g - m)
+    v = np.float32(beta2) * v + np.float32(1 - beta2) * (g * g)
+    step = lr / (1 - beta1**t) * m / (np.sqrt(v.astype(np.float64) / (1 - beta2**t)) + eps)
+    return (1 - lr * decay) * p.astype(np.float64) - step, m, v
+
+
+@pytest.mark.parametrize("block", [0, 16, 256, 4096])
+@pytest.mark.parametrize("formats", [(E4M3, E5M2), (E5M2, E4M3)], ids=str)
+def test_adam_equals_numpy_and_its_codes_the_lesson(formats, block):
+    numbers = dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+    for N in (1, 255, 5000):
+        optimizer = FP8Adam([p := torch.nn.Parameter(torch.randn(N))], block=block or None,
+                            m_fmt=formats[0], v_fmt=formats[1])  # fmt: skip
+        state = optimizer.blank(p)
+        for t in range(1, 4):
+            g = torch.randn(N) * torch.exp(4 * torch.randn(N)) * 1e-3
+            g[:: max(N // 3, 1)] = 0
+            before = [dequantize(Quantized(state[k], state[k + "_scale"], optimizer.tile, fmt))
+                      for k, fmt in zip("mv", formats)]  # fmt: skip
+            arrays = (x.detach().flatten().numpy() for x in (p.clone(), g, *before))
+            expected, *moments = adam_by_numpy(*arrays, t, *numbers.values())
+            state["step"] += 1
+            kernels.adam_step(p.data, g, state["m"], state["v"], state["m_scale"],
+                              state["v_scale"], state["step"], block, **numbers)  # fmt: skip
+            assert error(p.detach(), torch.from_numpy(expected)) < FP32_SUM
+            for k, fmt, x in zip("mv", formats, moments):
+                x8 = quantize(torch.from_numpy(x)[None], fmt, optimizer.tile)
+                codes = x8.q.view(torch.uint8)
+                if k == "v":
+                    codes[(codes == 0) & torch.from_numpy(x > 0)] = 1
+                assert torch.equal(state[k].view(torch.uint8), codes)
+                assert torch.equal(state[k + "_scale"], x8.s)
+
+
+def test_the_bias_correction_keeps_its_digits():
+    """1 - 0.999^1 in plain fp32 is off by 5e-5."""
+    p, g = torch.zeros(1), torch.ones(1)
+    codes = [torch.zeros(1, 1, dtype=fmt.dtype) for fmt in (E4M3, E5M2)]
+    for t in (1, 2, 50, 3000):
+        q, step = p.clone(), torch.tensor(float(t))
+        scales = torch.ones(1, 1), torch.ones(1, 1)
+        kernels.adam_step(q, g, *(c.clone() for c in codes), *scales, step, 0, 1.0, 0.9, 0.999, 0.0,
+                          0.0)  # fmt: skip
+        update = (1 - 0.9) / (1 - 0.9**t) / ((1 - 0.999) / (1 - 0.999**t)) ** 0.5
+        assert abs(-q.item() / update - 1) < 4e-7  # a few roundings of fp32
+
+
+@pytest.mark.parametrize("kind", [dict(), dict(block=64), dict(master="fp16")], ids=str)
+def test_fp8_adam_on_kernels_is_the_lessons(kind):
+    """Same gradients: the same codes but for ties, the same parameters."""
+    ours, kernel = (torch.nn.Parameter(torch.linspace(-1, 1, 3000).view(30, 100)) for _ in "ab")
+    optimizers = [FP8Adam([p], 1e-2, **kind) for p in (ours, kernel)]
+    optimizers[1].cast = "triton"
+    for _ in range(3):
+        ours.grad = torch.randn(30, 100)
+        kernel.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    ((one, two),) = zip(*(o.state.values() for o in optimizers))
+    assert error(kernel.detach(), ours.detach()) < FP32_SUM
+    assert one["step"] == two["step"] == 3
+    for k in "mv":
+        differ = one[k].view(torch.uint8) != two[k].view(torch.uint8)
+        assert differ.float().mean() < 1e-3  # a tie that the last bit of fp32 decides
+        assert error(two[k + "_scale"], one[k + "_scale"]) < FP32_SUM
+
+
+def test_a_gradient_of_nan_shows_in_the_moments_scale():
+    p, codes = torch.ones(40), [torch.zeros(1, 40, dtype=fmt.dtype) for fmt in (E4M3, E5M2)]
+    g = torch.ones(40)
+    g[3] = torch.nan
+    for block, n in ((0, 1), (16, 3)):
+        scales = torch.ones(1, n), torch.ones(1, n)
+        state = *(c.clone() for c in codes), *scales, torch.ones(())
+        kernels.adam_step(p.clone(), g, *state, block, 1e-2, 0.9, 0.999, 1e-8, 0.0)
+        assert scales[0][0, 0].isnan() and scales[0][0, 1:].isfinite().all()
 
 
 # GEMMs -------------------------------------------------------------------------------------------
@@ -271,18 +441,6 @@ PAIRS = {  # the tiles and formats of A and B: fprop, dgrad and wgrad of every r
     "row, tensor": ("row", E4M3, "tensor", E4M3), "block": ("block", E4M3, "block", E4M3),
     "square": ("block", E4M3, "square", E4M3), "mx": ("mx", E4M3, "mx", E5M2),
 }  # fmt: skip
-GPUS = {"Hopper": (9, 0), "Ada": (8, 9), "RTX Blackwell": (12, 0), "Blackwell": (10, 0)}
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """The kernels believe that they run on this GPU, with two processors."""
-
-    def pretend(name):
-        monkeypatch.setattr(kernels, "capability", lambda device: GPUS[name])
-        monkeypatch.setattr(kernels, "processors", lambda device: 2)
-
-    return pretend
 
 
 def operands(pair, M, N, K):
@@ -294,10 +452,6 @@ def operands(pair, M, N, K):
         how = (fmt.dtype, TILES[tile], "fp32" if tile == "tensor" else "pow2")
         made += [quantize(x, fmt, *how[1:]), kernels.cast(x, *how, copies="first")[0]]
     return made
-
-
-def error(y, expected):
-    return ((y.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -397,6 +551,47 @@ def test_a_layer_on_kernels_equals_the_layer_of_the_lesson(recipe, fold):
         assert error(kernel.detach() + 1e-30, ours.detach() + 1e-30) < FP32_SUM
 
 
+@pytest.mark.parametrize(
+    "recipe", [*FP8, E5M2_TWICE, SUBCHANNELS], ids=lambda r: getattr(r, "name", r)
+)
+@pytest.mark.parametrize("smooth", [None, "channel", "token"])
+def test_a_fused_mlp_equals_the_mlp_of_the_lesson(smooth, recipe):
+    outs = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        mlp = SwiGLU(32, 128, recipe, smooth=smooth)
+        if fused:
+            mlp.w12.backend = mlp.w3.backend = KERNELS
+        assert mlp.fuses(torch.ones(1)) == fused
+        torch.manual_seed(1)
+        for _ in range(2):  # delayed scaling has a history in the second
+            x = (10 * torch.randn(2, 17, 32)).requires_grad_()
+            y = mlp(x)
+            mlp.zero_grad()
+            y.backward(torch.randn(y.shape) * 1e-3)
+            end_step(mlp)
+        outs.append([y, x.grad, mlp.w12.weight.grad, mlp.w3.weight.grad, *mlp.buffers()])
+        with torch.no_grad():
+            outs[-1].append(mlp(x))
+    for ours, kernel in zip(*outs):
+        assert error(kernel.detach() + 1e-30, ours.detach() + 1e-30) < FP32_SUM
+
+
+def test_an_mlp_is_not_fused_where_that_would_not_be_the_same():
+    x = torch.ones(2, 32)
+    for hidden, recipe, w3 in ((128, "blockwise", None), (96, "blockwise", None),
+                               (128, "current", "bf16"), (128, PARTIAL, None)):  # fmt: skip
+        mlp = SwiGLU(32, hidden, recipe, w3)
+        for layer in (mlp.w12, mlp.w3):
+            layer.backend = KERNELS if layer.recipe.x_fmt != BF16 else layer.backend
+        assert mlp.fuses(x) == ((hidden, recipe) == (128, "blockwise"))
+    mlp = SwiGLU(32, 128, "current")
+    mlp.w12.backend = mlp.w3.backend = KERNELS
+    assert mlp.fuses(x) and not mlp.fuses(x[:0])
+    mlp.w3.register_forward_hook(lambda *args: None)
+    assert not mlp.fuses(x)
+
+
 def tiny(recipe, backend=KERNELS):
     torch.manual_seed(0)
     config = GPTConfig(64, 16, n_layer=1, n_head=2, n_embd=32, recipe=recipe)
@@ -448,20 +643,26 @@ def test_inductor_keeps_the_kernels_in_one_graph(recipe):
 
 def test_the_operators_keep_torchs_rules():
     """Schemas, fake outputs, no aliasing, no mutation: torch's own checks."""
-    x, how = torch.randn(40, 70), (E4M3.dtype, "pow2", 0, 126, "both")
-    calls = [
-        (kernels.cast_tensor, (x, *how, None)), (kernels.cast_tensor, (x, *how, torch.ones(()))),
-        (kernels.cast_rows, (x, *how)), (kernels.cast_blocks, (x, *how, False)),
-        (kernels.cast_blocks, (x, *how, True)), (kernels.cast_mx, (x, *how, False)),
-        (kernels.cast_mx, (x, *how, True)),
-    ]  # fmt: skip
+    x, h = torch.randn(40, 128), (torch.randn(40, 256), torch.rand(1, 128))
+    calls = []
+    for tile, known in [("tensor", torch.ones(())), *((tile, None) for tile in TILES)]:
+        how = E4M3.dtype, tile, "pow2", 0, 126, "both", known
+        calls.append((kernels.cast_operator, (x, *how, "none", None, None)))
+        if tile != "square":
+            calls.append((kernels.cast_operator, (h[0], *how, "swiglu", None, h[1])))
+            calls.append((kernels.cast_operator, (x, *how, "swiglu_backward", h[0], None)))
+    codes = [torch.zeros(1, 500, dtype=fmt.dtype) for fmt in (E4M3, E5M2)]
+    for block, n in ((0, 1), (16, 32)):
+        state = *(c.clone() for c in codes), torch.ones(1, n), torch.ones(1, n), torch.ones(())
+        numbers = block, 1e-3, 0.9, 0.95, 1e-8, 0.1
+        calls.append((kernels.adam_step, (torch.randn(500), torch.randn(500), *state, *numbers)))
     for pair in ("tensor", "block", "mx"):
         _, a, _, b = operands(pair, 40, 30, 150)
         op = {"tensor": kernels.gemm_scaled, "block": kernels.gemm_blocks, "mx": kernels.gemm_mx}
         calls.append((op[pair], (*a, *b, torch.float32, *([True] if pair == "tensor" else []))))
     for op, args in calls:
         checks = ["test_faketensor"]
-        if op in (kernels.cast_tensor, kernels.cast_rows, kernels.cast_blocks, kernels.cast_mx):
+        if op is kernels.cast_operator:
             checks += ["test_schema"]  # it does arithmetic with inputs, which FP8 has none of
         torch.library.opcheck(op, args, test_utils=checks)
 

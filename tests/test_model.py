@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import fp8gpt
 from fp8gpt import FP32, GPT, RECIPES, FP8Linear, GPTConfig, SwiGLU, dequantize, end_step, quantize
+from train import flops_per_token, generate, param_groups
 
 IDENTITY = replace(RECIPES["bf16"], name="fp32", x_fmt=FP32, w_fmt=FP32, g_fmt=FP32)
 TINY = dict(vocab_size=100, block_size=32, n_layer=2, n_head=4, n_embd=64)
@@ -222,7 +223,7 @@ def test_a_tied_head_is_one_parameter_with_both_gradients_decayed_once():
     assert model.lm_head.recipe.name == "current"
     names = [n for n, _ in model.named_parameters()]
     assert sum("wte" in n or "lm_head" in n for n in names) == 1
-    groups = fp8gpt.param_groups(model, 0.1)
+    groups = param_groups(model, 0.1)
     assert sum(p is model.wte.weight for g in groups for p in g["params"]) == 1
     assert (
         any(p is model.wte.weight for p in groups[1]["params"]) and groups[1]["weight_decay"] == 0
@@ -251,7 +252,7 @@ def test_padded_ids_have_no_probability_no_gradient_and_are_never_sampled(vocab_
     loss.backward()
     assert logits.shape == (2, 16, vocab_size)
     assert not model.lm_head.weight.grad[vocab_size:].any()
-    assert model.generate(x[:1, :2], 20, temperature=5.0).max() < vocab_size
+    assert generate(model, x[:1, :2], 20, temperature=5.0).max() < vocab_size
 
 
 def test_first_and_last_blocks_and_the_head_follow_the_rule():
@@ -277,15 +278,15 @@ def test_loss_ignores_minus_one_and_only_the_last_position_is_computed_without_t
 def test_generate_is_greedy_at_zero_keeps_to_top_k_and_slides_over_the_block():
     model = tiny(recipe="rowwise")
     x, _ = tokens(1, 32)
-    greedy = model.generate(x, 5, temperature=0)
-    assert greedy.shape == (1, 37) and torch.equal(greedy, model.generate(x, 5, temperature=0))
-    assert torch.equal(model.generate(x, 5, top_k=1), greedy)
-    assert model.generate(x[:, :1], 1).shape == (1, 2)
+    greedy = generate(model, x, 5, temperature=0)
+    assert greedy.shape == (1, 37) and torch.equal(greedy, generate(model, x, 5, temperature=0))
+    assert torch.equal(generate(model, x, 5, top_k=1), greedy)
+    assert generate(model, x[:, :1], 1).shape == (1, 2)
     assert all(m.w_cast is None for m in model.modules() if isinstance(m, FP8Linear))
     torch.manual_seed(1)
     logits = model(x)[0][0, -1]
     allowed = set(logits.topk(3).indices.tolist())
-    samples = {model.generate(x, 1, top_k=3)[0, -1].item() for _ in range(30)}
+    samples = {generate(model, x, 1, top_k=3)[0, -1].item() for _ in range(30)}
     assert samples <= allowed and len(samples) > 1
 
 
@@ -308,8 +309,7 @@ def test_counts_of_parameters_and_flops():
     model = tiny(hidden=96)
     per_block = 4 * 64 * 64 + 3 * 64 * 96 + 2 * 64
     assert model.num_params() == 2 * 128 * 64 + 2 * per_block + 64
-    assert model.num_params(non_embedding=True) == model.num_params() - 128 * 64
-    assert model.flops_per_token(10) == 6 * model.num_params(True) + 12 * 2 * 64 * 10
+    assert flops_per_token(model, 10) == 6 * (model.num_params() - 128 * 64) + 12 * 2 * 64 * 10
     gpt2 = GPTConfig(50257, 1024, 12, 12, n_embd=768, family="gpt2")
     with torch.device("meta"):
         n = GPT(gpt2).num_params()

@@ -66,11 +66,10 @@ def test_the_worked_example_is_right():
     assert results.attempted >= 6 and results.failed == 0
 
 
-def test_the_tour_prints_its_tables_in_ten_seconds():
+def test_the_tour_prints_its_table_in_ten_seconds():
     before = sum(os.times()[2:4])  # CPU seconds of children: other work on the machine is not ours
     out = subprocess.run([sys.executable, ROOT / "fp8gpt.py"], capture_output=True, text=True)
     assert out.returncode == 0 and not out.stderr and sum(os.times()[2:4]) - before < 10
-    assert "E4M3  0.1 -> 0 0011 101 -> 1D -> 0.1015625" in out.stdout
     table = out.stdout.split("One outlier")[1]
     rows = {line.split()[0]: line.split() for line in table.splitlines()[2:] if line}
     assert set(rows) == set(fp8gpt.RECIPES)
