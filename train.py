@@ -5,6 +5,7 @@
     python train.py --compare delayed delayed,smooth=channel  an arm is a recipe plus overrides
     python train.py --recipe delayed --monitor 10             look inside, every 10 steps
     python train.py --bench                                   what a step costs, part by part
+    python train.py --advise --n-embd 4096                    which recipe pays on this GPU
 
 Every field of Config is a flag (--batch-size 16) and, unless all arms must share it, an override
 in an arm (current,batch_size=16). What a recipe is stands in fp8gpt.py.
@@ -32,7 +33,16 @@ import torch
 
 import fp8gpt
 from data.prepare import TOKENIZERS, Corpus, UserError, get_tokenizer
-from data.report import Monitor, memory, operand_health, plot, print_table, write_whole
+from data.report import (
+    Monitor,
+    medians,
+    memory,
+    operand_health,
+    plot,
+    print_table,
+    sync,
+    write_whole,
+)  # fmt: skip
 from fp8gpt import E4M3, E5M2, FP32, GPT, MASTERS, RECIPES, FP8Adam, FP8Linear, GPTConfig, Recipe
 
 # ------------------------------------------------------------------------------------------------
@@ -193,6 +203,7 @@ def parse_command_line(argv):
     add("--compare", nargs="+", metavar="ARM", help="train arms: RECIPE[,field=value...]")
     add("--seeds", default="1", metavar="N", help="repeat a comparison: mean and spread (1)")
     add("--bench", action="store_true", help="time a training step of every recipe")
+    add("--advise", action="store_true", help="which recipe pays here, at this --n-embd: a minute")
     add("--resume", metavar="DIR", help="continue the run in this directory")
     add("--sample", metavar="TEXT", default="", help="prompt of the sample at the end")
     for f in fields(Config):
@@ -209,9 +220,9 @@ def parse_command_line(argv):
     if not re.fullmatch(r"[1-9]\d{0,3}", args.seeds):
         raise UserError(f"seeds takes a number from 1 on, not {args.seeds!r}")
     args.seeds = int(args.seeds)
-    if sum(map(bool, (args.compare, args.bench, args.resume))) > 1:
-        raise UserError("--compare, --bench and --resume are three commands: choose one")
-    if (args.sample or "recipe" in given) and (args.compare or args.bench):
+    if sum(map(bool, (args.compare, args.bench, args.resume, args.advise))) > 1:
+        raise UserError("--compare, --bench, --advise and --resume are commands: choose one")
+    if (args.sample or "recipe" in given) and (args.compare or args.bench or args.advise):
         raise UserError("--recipe and --sample go with a single run")
     if args.seeds > 1 and not args.compare:
         raise UserError("--seeds repeats a comparison: give it with --compare")
@@ -645,11 +656,6 @@ def compare(c, given, args, device, device_line):
     print(f"\nsee {out}/compare.json and {out}/compare.png")
 
 
-def sync(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 @contextlib.contextmanager
 def timed(parts, targets, device):
     """Add the seconds spent in functions to `parts`; targets: {part: (owner, function's name)}."""
@@ -709,6 +715,53 @@ def bench(c, device, rounds=9):
     print_table(rows)
 
 
+def block_step(config, batch, device):
+    """Forward and backward of a model on random tokens, its blocks compiled on a GPU, as a call."""
+    model, shape = GPT(config).to(device), (batch, config.block_size)
+    idx = torch.randint(0, config.vocab_size, shape, device=device)
+    if device.type == "cuda" and can_compile(device):
+        for block in model.blocks:
+            block.compile(dynamic=False)
+
+    def step():
+        model(idx, idx)[1].backward()
+        model.zero_grad(set_to_none=True)
+        fp8gpt.end_step(model)
+
+    return step
+
+
+def advise(c, device, limit=50):
+    """One block of this width, forward and backward, under each recipe that has FP8 GEMMs here, as
+    a multiple of the speed of BF16; what does not fit into `limit` seconds is named."""
+    start, calls, slow = time.perf_counter(), {}, []
+    for name in ("bf16", "delayed", "current", "rowwise", "blockwise", "mxfp8"):
+        config = replace(model_config(replace(c, recipe=name), 256), n_layer=1)
+        where = fp8gpt.choose_backend(config.recipe, device)
+        if name != "bf16" and "FP8 tensor cores" not in where.why:
+            slow.append(f"{name}: {where.why}")
+        elif time.perf_counter() - start > limit:
+            slow.append(f"{name}: not measured, the time was up")
+        else:
+            calls[name] = block_step(config, c.batch_size, device)
+            calls[name]()  # compiles
+    print(*(f"not here {line}" for line in slow), sep="\n")
+    if len(calls) < 2:
+        print(
+            "advice   bf16: no recipe can be faster here. What would pay on a GPU cannot be known"
+        )
+        print("         without one; its limits: python tests/roofline.py")
+        return
+    seconds = medians(calls, device, rounds=5, seconds=0.1)
+    speed = {name: seconds["bf16"] / t for name, t in seconds.items()}
+    shape = f"width {c.n_embd}, {c.batch_size} x {c.block_size} tokens, forward and backward"
+    print(f"unit     a block in bf16: {1e3 * seconds['bf16']:.2f} ms; {shape}\n")
+    print_table([["recipe", "times as fast"], *([n, f"{x:.2f}"] for n, x in speed.items())])
+    best = max(speed, key=speed.get)
+    gain = f"{best} is {speed[best]:.2f} times as fast as bf16" if best != "bf16" else "none pays"
+    print(f"\nadvice   at this width {gain}: --recipe {best}. Compare its loss with bf16, too.")
+
+
 def main(argv):
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sample's bytes
     given, args = parse_command_line(argv)
@@ -719,6 +772,8 @@ def main(argv):
     c = Config(**((GPU_PRESET if device.type == "cuda" else {}) | given))
     if args.bench:
         bench(c, device)
+    elif args.advise:
+        advise(c, device)
     elif args.compare:
         compare(c, given, args, device, device_line)
     else:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import statistics
+import time
 
 import numpy as np
 import torch
@@ -44,6 +45,34 @@ def print_table(rows):
     rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
     for row in rows:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
+
+
+def sync(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def clock(call, device, repeats=1):
+    """Seconds of a call."""
+    sync(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    sync(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def medians(calls, device, rounds=7, seconds=0.02):
+    """{name: seconds of a call}: medians over rounds in which every call has its turn. On a GPU a
+    turn is as many calls as fit into `seconds`, so that launches hide behind what runs."""
+    gpu, repeats, times = device.type == "cuda", {}, {name: [] for name in calls}
+    for name, call in calls.items():
+        clock(call, device, 3 if gpu else 1)
+        repeats[name] = max(1, int(seconds / max(clock(call, device), 1e-6))) if gpu else 1
+    for _ in range(rounds if gpu else 1):
+        for name, call in calls.items():
+            times[name].append(clock(call, device, repeats[name]))
+    return {name: statistics.median(t) for name, t in times.items()}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -49,8 +49,8 @@ def casts(fmt=E4M3, dtype=torch.bfloat16):
     for name, (tile, rounding, known) in ways.items():
         how = dict(tile=tile, rounding=rounding, known=known)
         calls[name] = functools.partial(cast, (n, n), **how)
-        if "square" not in name and dtype.itemsize == 2:  # of an MLP as wide as x
-            fused = {
+        if "square" not in name and (fmt, dtype) == (E4M3, torch.bfloat16):
+            fused = {  # an MLP whose hidden layer is as wide as x
                 "SwiGLU": ((n, 2 * n), dict(act="swiglu")),
                 "smooth": ((n, 2 * n), dict(act="swiglu", fold=torch.ones(1, n))),
                 "its gradient": ((n, n), dict(act="swiglu_backward", ug=empty(n, 2 * n))),
@@ -184,15 +184,17 @@ def jobs(everything: bool) -> list:
         kinds += [("casts", (E5M2,)), ("casts", (E4M3, torch.float32))]
         kinds += [("gemms", (E5M2, E4M3)), ("gemms", (E4M3, E4M3, torch.float32))]
     names = {name: name.split(", ") for name in (*casts(), *gemms(), *steps())}
-    rare = {name for name, parts in names.items() if "smooth" in parts or len(parts) == 3}
-    usual = {"cast_tensor, current", "cast_rows", "cast_blocks", "cast_blocks, square", "cast_mx",
-             "gemm_scaled, fast", "gemm_blocks, square", "gemm_mx", "adam_step, blocks"}  # fmt: skip
-    chosen = {sm: set(names) - rare if sm == 90 else usual for sm in TARGETS}
+    twins = {name for name, p in names.items() if "smooth" in p or "delayed" in p and len(p) == 3}
+    usual = {
+        "cast_tensor, current", "cast_rows", "cast_blocks", "cast_blocks, square", "cast_mx",
+        "gemm_scaled, fast", "gemm_blocks, square", "gemm_mx", "adam_step, blocks",
+    }  # fmt: skip
+    chosen = {sm: set(names) - twins if sm == 90 else usual for sm in TARGETS}
     return [
         (sm, name, kind, how)
         for sm in TARGETS
         for kind, how in kinds
-        for name in globals()[kind]()
+        for name in globals()[kind](*how)
         if everything or name in chosen[sm]
     ]  # fmt: skip
 
