@@ -352,9 +352,9 @@ def quantize_operand(x, operand: str, recipe: Recipe, history=None, copies="both
 # ------------------------------------------------------------------------------------------------
 # 4. Health: how good is a quantised operand?
 #
-# SQNR, the ratio of signal to error in dB, is the common currency: 6 dB are a bit, E4M3 gives about
-# 31 dB, E5M2 about 25. But it averages over energy, and one outlier can hold all the energy while
-# everything else becomes zero: so look at the underflow beside it.
+# SQNR, the ratio of signal to error in dB: 6 dB are a bit, E4M3 gives about 31, E5M2 about 25. But
+# it averages over energy, and one outlier can hold all of that while everything else becomes zero:
+# so look at the underflow beside it.
 
 
 def health(x: Tensor, x8: Quantized, where: Tensor | None = None) -> dict:
@@ -498,7 +498,6 @@ class FP8Matmul(torch.autograd.Function):
         if seen is not None:
             record(seen[0], x8, x8_t)
             record(seen[1], w8, w8_t if fold is None else None)
-
         # fprop: x (M, K) . w (N, K)^T -> y (M, N). Fast accumulation is enough for activations.
         y = gemm_nt(x8, w8, dtype if bias is None else FP32.dtype, backend.gemm, fast_accum=True)
 
@@ -698,10 +697,12 @@ class SwiGLU(nn.Module):
             operands = x.reshape(-1, x.shape[-1]), self.w12.weight, self.w3.weight, self.smooth
             return FP8SwiGLU.apply(*operands, self.w12.how(), self.w3.how()).view(x.shape)
         up, gate = self.w12(x).float().chunk(2, dim=-1)  # (..., H) each
-        fold = fold_of(up, gate, self.smooth) if self.smooth and x.numel() else None
-        if self.smooth == "token" and fold is not None:
-            return (fold * self.w3(up / fold * F.silu(gate))).to(x.dtype)
-        return self.w3(up * F.silu(gate), fold=fold).to(x.dtype)
+        h = up * F.silu(gate)
+        if not self.smooth or not x.numel():
+            return self.w3(h).to(x.dtype)
+        fold = fold_of(up, gate, self.smooth)
+        y = self.w3(h, fold=fold) if self.smooth == "channel" else fold * self.w3(h / fold)
+        return y.to(x.dtype)
 
     def fuses(self, x: Tensor) -> bool:
         """Only where kernels make all casts, no hook wants to see h, and no tile both halves."""
@@ -873,8 +874,7 @@ class GPT(nn.Module):
     weights_cast = weights_cast
 
     def num_params(self) -> int:
-        """Parameters; a tied head counts once."""
-        return sum(p.numel() for p in self.parameters())
+        return sum(p.numel() for p in self.parameters())  # a tied head counts once
 
 
 # ------------------------------------------------------------------------------------------------
@@ -885,7 +885,7 @@ class GPT(nn.Module):
 # 2409.12517, with the `quantize` of section 2: one scale a tensor, or one for each `block` elements
 # of the flattened tensor. A step decodes, updates with the exact new moments, and encodes.
 #
-# Two traps. A v that rounds to 0 while its m does not would make a step of m / eps, a huge one: so a
+# Two traps. A v that rounds to 0 while its m does not would make a huge step, of m / eps: so a
 # positive v never becomes code 0, but 1. And an average that moves by less than half a step of the
 # grid does not move at all under round to nearest: stochastic rounding moves it in the mean.
 

@@ -731,11 +731,14 @@ def block_step(config, batch, device):
     return step
 
 
+ADVISED = ("bf16", "delayed", "current", "blockwise", "rowwise", "mxfp8")
+
+
 def advise(c, device, limit=50):
     """One block of this width, forward and backward, under each recipe that has FP8 GEMMs here, as
     a multiple of the speed of BF16; what does not fit into `limit` seconds is named."""
     start, calls, slow = time.perf_counter(), {}, []
-    for name in ("bf16", "delayed", "current", "rowwise", "blockwise", "mxfp8"):
+    for name in ADVISED:
         config = replace(model_config(replace(c, recipe=name), 256), n_layer=1)
         where = fp8gpt.choose_backend(config.recipe, device)
         if name != "bf16" and "FP8 tensor cores" not in where.why:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fp8gpt
 import train
 from data.prepare import Corpus, UserError, prepare
 from fp8gpt import RECIPES
@@ -120,6 +121,44 @@ def test_the_bench_has_a_row_for_every_recipe(text):
     assert out.returncode == 0 and not out.stderr, out.stderr
     rows = [line.split()[1] for line in out.stdout.splitlines() if line.startswith("| ")]
     assert rows[0] == "recipe" and rows[2:] == ["fp32", *RECIPES]  # between them, the dashes
+
+
+def test_advice_on_a_cpu_says_what_it_cannot_know(capsys):
+    train.main(["--advise"])
+    out = capsys.readouterr().out
+    assert "advice   bf16: no recipe can be faster here" in out and "cannot be known" in out
+    assert all(f"not here {name}: no FP8" in out for name in RECIPES if name in train.ADVISED[1:])
+
+
+@pytest.mark.parametrize("limit, best", [(50, "delayed"), (-1, None)])
+def test_advice_times_what_has_fp8_gemms_and_names_the_fastest(limit, best, capsys, monkeypatch):
+    """The GPU is played by a CPU: its Hopper has no native mxfp8."""
+    hopper = lambda recipe, device: fp8gpt.Backend(  # noqa: E731
+        "torch", "emulated", "emulated here" if recipe.name == "mxfp8" else "FP8 tensor cores"
+    )
+    timed = []
+    monkeypatch.setattr(fp8gpt, "choose_backend", hopper)
+    monkeypatch.setattr(train, "block_step", lambda config, *_: lambda: timed.append(config))
+    seconds = dict(bf16=3.0, delayed=2.0, current=2.5, rowwise=4.0, blockwise=3.5)
+    monkeypatch.setattr(train, "medians", lambda calls, *_, **__: {n: seconds[n] for n in calls})
+    train.advise(train.Config(n_embd=64), torch.device("cpu"), limit)
+    out = capsys.readouterr().out
+    assert "not here mxfp8: emulated here" in out
+    if best:
+        assert [c.recipe.name for c in timed] == list(train.ADVISED[:-1])
+        assert {(c.n_layer, c.n_embd) for c in timed} == {(1, 64)}
+        assert "delayed is 1.50 times as fast as bf16: --recipe delayed" in out
+    else:
+        assert "current: not measured, the time was up" in out and "--recipe" not in out
+
+
+def test_a_block_step_leaves_no_gradient_and_a_history(monkeypatch):
+    config = fp8gpt.GPTConfig(64, 16, 1, 2, None, 32, recipe="delayed")
+    made, GPT = [], train.GPT
+    monkeypatch.setattr(train, "GPT", lambda c: made.append(GPT(c)) or made[0])
+    train.block_step(config, 2, torch.device("cpu"))()
+    assert all(p.grad is None for p in made[0].parameters())
+    assert (made[0].blocks[0].attn.wo.amax_history[0] > 0).all()
 
 
 def test_a_terminal_without_unicode_is_no_obstacle(text, tmp_path):
@@ -391,6 +430,9 @@ MISTAKES = [
     ("--compare bf16 --seeds 0", "from 1 on"),
     ("--compare bf16 --bench", "choose one"),
     ("--bench --recipe mxfp8", "single run"),
+    ("--advise --bench", "choose one"),
+    ("--advise --recipe mxfp8", "single run"),
+    ("--advise --n-embd 30", "must divide"),
     ("--compare bf16 --sample x", "single run"),
     ("--compare", "at least one"),
     ("--compare bf16 bf16", "stands twice"),
