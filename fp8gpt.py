@@ -401,7 +401,8 @@ def choose_backend(recipe: Recipe, device: torch.device) -> Backend:
     whole = {x_tile, w_tile, g_tile} <= {(None, None), _ROW}  # these scales leave the sum
     blocks = x_tile == g_tile == _1X128 and w_tile in (_1X128, _128X128)
     mx = x_tile == w_tile == g_tile == _1X32 and recipe.rounding != "fp32"
-    if whole and formats.count(E5M2) < 2:  # cuBLAS takes one E5M2 operand, not two
+    rows = _ROW in (x_tile, w_tile, g_tile) and sm != (9, 0)
+    if whole and formats.count(E5M2) < 2 and not rows:  # what cuBLAS takes, with an fp32 output
         return Backend("triton" if kernels else "torch", "scaled_mm", "FP8 tensor cores")
     if kernels and (whole or blocks or mx and sm >= (10, 0)):
         return Backend("triton", "triton", "FP8 tensor cores, Triton")
@@ -417,13 +418,12 @@ def _scaled_mm(a8: Quantized, b8: Quantized, out_dtype: torch.dtype, fast_accum:
     if K % 16 or N % 16:  # not otherwise: padding by nothing would still copy
         a, b = (F.pad(t.view(torch.uint8), (0, -K % 16)).view(t.dtype) for t in (a, b))
         b = F.pad(b.view(torch.uint8), (0, 0, 0, -N % 16)).view(b.dtype)
-    if a8.s.numel() == 1 and b8.s.numel() == 1:
-        how, s_a, s_b = F.ScalingType.TensorWise, a8.s.reshape(()), b8.s.reshape(())
-    else:
-        how, s_a = F.ScalingType.RowWise, a8.s.flatten().expand(M).contiguous()[:, None]
-        s_b = F.pad(b8.s.flatten().expand(N), (0, -N % 16), value=1.0)[None]
-    y = F.scaled_mm(a, b.t(), s_a, how, s_b, how, output_dtype=out_dtype, use_fast_accum=fast_accum)
-    return y[:, :N]
+    s_a, s_b = a8.s, b8.s
+    if s_a.numel() > 1 or s_b.numel() > 1:
+        s_a = s_a.flatten().expand(M).contiguous()[:, None]
+        s_b = F.pad(s_b.flatten().expand(N), (0, -N % 16), value=1.0)[None]
+    # (F.scaled_mm does the same, but breaks the graph of torch 2.11: pytorch#180604.)
+    return torch._scaled_mm(a, b.t(), s_a, s_b, None, None, out_dtype, fast_accum)[:, :N]
 
 
 def gemm_nt(a8: Quantized, b8: Quantized, out_dtype=torch.float32, backend="emulated",
@@ -658,9 +658,7 @@ class Inner:  # the ctx of an FP8Matmul inside another function
         self.to_save = tensors
 
 
-class FP8SwiGLU(torch.autograd.Function):
-    """x (M, C) -> y (M, C): FP8Matmul, SwiGLU, FP8Matmul."""
-
+class FP8SwiGLU(torch.autograd.Function):  # x (M, C) -> y (M, C)
     @staticmethod
     def forward(ctx, x, w12, w3, smooth, how12, how3):
         ctx.inner = one, two = Inner(), Inner()
@@ -670,6 +668,7 @@ class FP8SwiGLU(torch.autograd.Function):
         y = FP8Matmul.forward(two, h, w3, None, folds_w3, *how3)
         if how3[-1]:
             ctx.save_for_backward(ug, fold if token else None, *one.to_save, *two.to_save)
+            one.to_save = two.to_save = None  # or checkpointing would free nothing
         return y * fold.to(y.dtype) if token else y
 
     @staticmethod
@@ -742,7 +741,7 @@ class GPTConfig:
     head: str = "bf16"  # "fp8": the head follows the recipe
     bf16_first: int = 0  # this many blocks at the start stay BF16
     bf16_last: int = 0  # and at the end
-    hidden: int | None = None  # None: 4 C, or about 8/3 C for SwiGLU, a multiple of 32
+    hidden: int | None = None  # None: 4 C, or about 8/3 C for SwiGLU
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     checkpoint: bool = False  # recompute each block in backward instead of keeping its activations
@@ -751,7 +750,8 @@ class GPTConfig:
         self.recipe = get_recipe(self.recipe)
         self.n_kv_head = self.n_head if self.n_kv_head is None else self.n_kv_head
         wide = 8 * self.n_embd // 3 if self.family == "llama" else 4 * self.n_embd
-        self.hidden = (wide + 31) // 32 * 32 if self.hidden is None else self.hidden
+        step = 128 if wide >= 1024 else 32  # whole tiles
+        self.hidden = (wide + step - 1) // step * step if self.hidden is None else self.hidden
         check_choices(self, CONFIG_CHOICES)
         for field in "vocab_size block_size n_layer n_head n_kv_head n_embd hidden".split():
             if getattr(self, field) < 1:

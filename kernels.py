@@ -18,11 +18,11 @@ decide:
     gemm_nt                             gemm_scaled, gemm_blocks, gemm_mx
     FP8Adam.update                      adam_step                          16 or 22 a parameter
 
-Casts equal the lesson bit for bit (but for the codes of a tile that holds NaN, whose s is NaN); a
-GEMM adds in another order. Below each kernel stands what launches it; `cast` and `gemm_nt`, at the
-end, choose by tile. In Triton's interpreter (TRITON_INTERPRET=1) everything runs on a CPU, where
-the tests compare it with the lesson. What that cannot show, they read in the machine code for four
-kinds of GPU; and what neither shows, tests/gpu_bench.py tries on a GPU.
+Casts equal the lesson bit for bit (but for the codes of a tile that holds NaN, whose s is NaN, and
+for the last bit of a GPU's exp); a GEMM adds in another order. Below each kernel stands what
+launches it; `cast` and `gemm_nt`, at the end, choose by tile. In Triton's interpreter
+(TRITON_INTERPRET=1) all of it runs on a CPU, where the tests compare it with the lesson; what that
+cannot show they read in machine code, and what neither shows tests/gpu_bench.py tries on a GPU.
 """
 
 import contextlib
@@ -180,25 +180,24 @@ def tiles(R: int, C: int, r: int, c: int) -> int:
 # 2. What a cast reads: x, or a SwiGLU that nobody stores
 #
 # Between the two linears of an MLP lies h = up silu(gate) / fold (fold: section 7 of fp8gpt.py; 1
-# without). One kernel that writes h and a second that reads it to cast it move every element twice
-# more than one that casts what it has just computed. So all casts take their tiles from here:
+# without). A kernel that writes h and another that reads it, to cast it, move 2 + 2 bytes that one
+# kernel, which casts what it has just computed, does not. So all casts take their tiles from here:
 #
 #     a source                   the operand that is cast                    bytes to read, in BF16
 #     x                          x (R, C)                                    2 an element
-#     (up | gate)                h (R, C)                                    4 an element
-#     dh and (up | gate)         the gradient of (up | gate), (R, 2 C):      3 an element
+#     (up | gate)                h (R, C)                                    4 an element of h
+#     dh and (up | gate)         the gradient of (up | gate), (R, 2 C):      3 an element of these
 #                                dh silu(gate) | dh up silu'(gate)
 #
-# A scale that needs an amax first computes h twice rather than storing it. The gradient has two
-# halves; the programs of the two that read the same numbers start together, so that the second
-# finds them in the L2 cache.
+# Where a scale needs an amax first, h is computed twice. The two halves of the gradient read the
+# same numbers, in programs that start together: the second finds them in the L2 cache.
 
 
 @triton.jit
 def value(source, half, rows, cols, R, C):
     """The elements (rows, cols) of the operand, or of one half of it: x in its own dtype, a SwiGLU
     in fp32; 0 outside (R, C)."""
-    x_ptr, stride_r, stride_c, ug_ptr, pitch, row_fold_ptr, col_fold_ptr = source
+    x_ptr, stride_r, stride_c, ug_ptr, pitch, row_fold_ptr, col_fold_ptr = source  # in this order
     if ug_ptr is None:  # None is known when Triton compiles: the other branch vanishes
         return load(x_ptr, rows, cols, R, C, stride_r, stride_c)
     else:
@@ -222,9 +221,7 @@ def value(source, half, rows, cols, R, C):
         return x
 
 
-class Job(NamedTuple):
-    """A cast, as all of its kernels take it."""
-
+class Job(NamedTuple):  # a cast, as all of its kernels take it
     source: tuple  # see `value`
     codes: tuple  # q, q_t and the pitches of both
     R: int
@@ -238,7 +235,7 @@ class Job(NamedTuple):
         launch(kernel, programs, *self[:4], *own, self.how, (self.halves, *tile), **options)
 
     def two(self, first, second) -> list:
-        """[first(), second()], what goes with q and with q_t; None beside a copy not wanted."""
+        """[first(), second()], made for q and for q_t; None beside a copy that nobody wants."""
         q, q_t, *_ = self.codes
         return [None if q is None else first(), None if q_t is None else second()]
 
@@ -264,7 +261,7 @@ def empty_codes(x: Tensor, R: int, C: int, fmt: torch.dtype) -> Tensor:
 #
 # The tile is transposed in BF16, before the cast: shared memory hands a thread 8 transposed numbers
 # of 16 bits in one instruction (LDSM.T), but 8-bit numbers one at a time. 64 x 64 numbers take few
-# registers: 28 warps share a processor and hide the latency of memory.
+# registers: 28 warps (of a plain x) share a processor and hide the latency of memory.
 
 
 @triton.jit
@@ -718,20 +715,20 @@ def gemm_mx(a: Tensor, s_a: Tensor, b: Tensor, s_b: Tensor, out_dtype: torch.dty
 # 8. adam_step: AdamW between two casts
 #
 # torch's fused AdamW moves 28 bytes a parameter: it reads p, g, m, v and writes p, m, v in fp32.
-# With moments of one byte it is 4 + 4 + 1 + 1 and 4 + 1 + 1: 16. That is for a scale for each block
-# of the flattened tensor; one for the whole tensor must be known before the first code is written,
-# so the new moments are computed twice: 6 bytes more. Every element is updated in place by the one
-# thread that has read it.
+# With moments of one byte it is 4 + 4 + 1 + 1 and 4 + 1 + 1: 16, if every block of the flattened
+# tensor has its scale. A scale of the whole tensor must be known before the first code is written,
+# so the new moments are computed twice: 6 bytes more. Every element is updated in place by the
+# program that has read it.
 #
 #     m, v = code_m s_m, code_v s_v
 #     m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
-#     p  = (1 - lr decay) p - lr / bias1 m / (sqrt(v / bias2) + eps)        bias = 1 - beta^step
+#     p  = (1 - lr decay) p - lr (m / bias1) / (sqrt(v / bias2) + eps)      bias = 1 - beta^step
 #     encode m and v; a v > 0 never becomes code 0
 
 
 @triton.jit
 def bias_of(step, log_beta):
-    """1 - beta^step. Next to 0 that difference has few digits left: there a series, of 1 - e^x."""
+    """1 - beta^step = 1 - e^x, which cancels near 0: there -x (1 + x/2 (1 + x/3 ...))."""
     x = step * log_beta
     series = x * 0 + 1
     for k in tl.static_range(8):
@@ -771,7 +768,7 @@ def _adam(p_ptr, g_ptr, m_ptr, v_ptr, sm_ptr, sv_ptr, amax_ptr, new_ptr, step_pt
         tl.atomic_max(amax_ptr + 1, tl.max(magnitude(v)), sem="relaxed")
     else:
         step = tl.load(step_ptr)
-        root = tl.sqrt_rn(v) / tl.sqrt_rn(bias_of(step, log2))
+        root = tl.sqrt(v) / tl.sqrt(bias_of(step, log2))
         p = tl.load(p_ptr + at, mask=inside, other=0.0) * (1 - lr * decay)
         p -= lr / bias_of(step, log1) * (m / (root + eps))
         tl.store(p_ptr + at, p, mask=inside)
@@ -828,7 +825,7 @@ def cast_operator(
         C, source = C // 2, (None, 0, 0, x, x.stride(0))
     elif act == "swiglu_backward":
         halves, source = 2, (x, *x.stride(), ug, ug.stride(0))
-    by_row = fold is not None and fold.shape[1] == 1
+    by_row = fold is not None and fold.shape == (R, 1)
     source = *source, fold if by_row else None, None if by_row else fold
     q = empty_codes(x, R, halves * C, fmt) if copies != "second" else None
     q_t = empty_codes(x, halves * C, R, fmt) if copies != "first" else None
@@ -868,8 +865,10 @@ def cast(
         known = known.to(x.device, torch.float32)
     if act != "none":
         both = x if act == "swiglu" else ug
-        C = both.shape[1] // 2  # no tile may lie in both halves
-        if both.stride(1) != 1 or both.shape[1] % 2 or tile == (128, 128) or C % (tile[1] or 1):
+        R, C = both.shape[0], both.shape[1] // 2
+        fits = act == "swiglu" or x.shape == (R, C) and C % (tile[1] or 1) == 0  # no tile has both
+        fits = fits and (fold is None or fold.shape in ((R, 1), (1, C)))
+        if not fits or both.stride(1) != 1 or both.shape[1] % 2 or tile == (128, 128):
             raise ValueError(f"no {act} of {tuple(both.shape)} in tiles {tile}")
     how = rounding, margin, max_exponent, copies, known, act, ug, fold
     made, amax, n = cast_operator(x, fmt, TILES[tile], *how), None, 1 + (copies == "both")

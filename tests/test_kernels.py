@@ -274,7 +274,8 @@ def test_a_cast_moves_no_byte_more_than_its_floor(name, act, monkeypatch):
 
         return count
 
-    R, C = 128, 256
+    # Where a half ends within a program's tile, nothing may reach into the other half.
+    R, C = 128, 192 if (name, act) == ("mx", "swiglu_backward") else 256
     shapes = {"none": [(R, C)], "swiglu": [(R, 2 * C)], "swiglu_backward": [(R, C // 2), (R, C)]}
     x, *ug = (torch.randn(shape).bfloat16() for shape in shapes[act])
     tile = TILES.get(name, (None, None))

@@ -147,7 +147,7 @@ def test_advice_times_what_has_fp8_gemms_and_names_the_fastest(limit, best, caps
     if best:
         assert [c.recipe.name for c in timed] == list(train.ADVISED[:-1])
         assert {(c.n_layer, c.n_embd) for c in timed} == {(1, 64)}
-        assert "delayed is 1.50 times as fast as bf16: --recipe delayed" in out
+        assert "delayed is 1.50 times as fast as bf16: --recipe delayed; compare" in out
     else:
         assert "current: not measured, the time was up" in out and "--recipe" not in out
 
