@@ -21,6 +21,10 @@ MUST_HOLD = {
         "the most recent of 16 is a history of 1, to the last bit",
         "current loses the other tokens in a spike's step, delayed in the steps that remember it",
     ],
+    "bias_over_time": [
+        "amaxes measured before every step are those of the recipe, to the last bit",
+        "biases of the first step clip what outgrows them: over 5 % of x",
+    ],
     "constant_bias": [
         "FP8-AMAX keeps 99.5 % of BF16's accuracy, at every width",
         "inference: a bias of -12 or of 12 does not hold, at any width",
