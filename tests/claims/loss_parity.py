@@ -9,7 +9,7 @@ Here: all eight recipes on the same batches and initial weights, 3 seeds, with a
 them: how far its loss strays from bf16's is what any other rounding does, good or bad. A recipe
 whose mean gap is below twice the deviation of bf16 over seeds is not told apart from it.
 
-    python tests/claims/loss_parity.py
+    python tests/claims/loss_parity.py          11 minutes on 2 cores of an AMD EPYC
 """
 
 import statistics
@@ -63,11 +63,11 @@ def judge(data):
     spread = statistics.stdev(r["val"] for r in base)
     rows = ["arm|val loss|gap to bf16|gap / spread|curve strays|in 50 steps|underflow|SQNR x, w, g"
             .split("|")]  # fmt: skip
-    gaps, stray, early = {}, {}, {}
+    gaps, stray, early, above = {}, {}, {}, {}
     for arm, runs in data.items():
         each = [r["val"] - b["val"] for r, b in zip(runs, base)]
-        gaps[arm], stray[arm], early[arm] = (
-            statistics.fmean(each), strays(runs, base), strays(runs, base, EARLY)
+        gaps[arm], stray[arm], early[arm], above[arm] = (
+            statistics.fmean(each), strays(runs, base), strays(runs, base, EARLY), min(each) > 0
         )  # fmt: skip
         cells = [mean_and_spread([r["val"] for r in runs]), f"{gaps[arm]:+.4f}"]
         cells += [f"{gaps[arm] / spread:+.2f}", f"{stray[arm]:.4f}", f"{early[arm]:.4f}"]
@@ -86,6 +86,9 @@ def judge(data):
     }
     if len(recipes) > 2:
         verdicts |= {
+            "paired by seed, no recipe ends above bf16 in every pair": not any(
+                above[arm] for arm in recipes
+            ),
             "scales for rows and blocks give a smaller gap than scales for tensors": (
                 max(abs(gaps[arm]) for arm in FINE) < min(abs(gaps[arm]) for arm in TENSOR)
             ),
@@ -130,7 +133,8 @@ def draw(data):
     )
     right.set(title="val loss minus bf16's; band: 2 deviations of bf16")
     left.set_ylabel("nats a token")
-    left.legend(ncols=3, fontsize=9)
+    left.legend(ncols=3, fontsize=9, loc="upper left")
+    left.set_ylim(top=1.4 * left.get_ylim()[1])  # room for it
     for ax in (left, right):
         ax.grid(alpha=0.3)
     figure.tight_layout()
