@@ -20,9 +20,9 @@ the scale, cast. So a recipe is a row of a table (section 3), and the code below
 
     1 Formats    what 8 bits can say                     6 FP8 linear     the three GEMMs, labelled
     2 Scaling    amax, scale, quantize, dequantize       7 Smooth-SwiGLU  an outlier, tamed
-    3 Recipes    the table                               8 GPT            GPT-2 or Llama
-    4 Health     how good is a quantised operand?        9 FP8 Adam       one byte a moment
-    5 GEMM       A . B^T on codes and scales            10 Where to go next
+    3 Recipes    the table: add a row                    8 GPT            GPT-2 or Llama
+    4 Health     what one outlier does to the others     9 FP8 Adam       one byte a moment
+    5 GEMM       A . B^T on codes and scales
 
 Read it with only the `bf16` row of the table in mind, then again; `python fp8gpt.py` shows what an
 outlier does. Without FP8 hardware it is *emulated*: the same codes and scales, multiplied in fp32.
@@ -249,7 +249,8 @@ def dequantize(x8: Quantized) -> Tensor:
 # ------------------------------------------------------------------------------------------------
 # 3. Recipes: one row each
 #
-# A tile is (rows, columns) of an operand whose columns are contracted; None is the whole axis.
+# A tile is (rows, columns) of an operand whose columns are contracted; None is the whole axis. Add
+# a row of yours: `python train.py --compare bf16 YOURS` and tests/test_linear.py will find it.
 
 RECIPE_CHOICES = dict(amax=("now", "history", "constant"), rounding=("fp32", "pow2", "floor"),
                       amax_compute_algo=("max", "most_recent"))  # fmt: skip
@@ -352,9 +353,8 @@ def quantize_operand(x, operand: str, recipe: Recipe, history=None, copies="both
 # ------------------------------------------------------------------------------------------------
 # 4. Health: how good is a quantised operand?
 #
-# SQNR, the ratio of signal to error in dB: 6 dB are a bit, E4M3 gives about 31, E5M2 about 25. But
-# it averages over energy, and one outlier can hold all of that while everything else becomes zero:
-# so look at the underflow beside it.
+# SQNR is signal to error in dB: 6 dB are a bit, E4M3 gives about 31, E5M2 about 25. But one outlier
+# can hold all the energy while everything else becomes zero: look at the underflow beside it.
 
 
 def health(x: Tensor, x8: Quantized, where: Tensor | None = None) -> dict:
@@ -370,6 +370,21 @@ def health(x: Tensor, x8: Quantized, where: Tensor | None = None) -> dict:
         "clip": (x.abs() > top * s).float().mean().item(),  # lost more than a rounding does
         "peak": (x.abs().max() / x.abs().median()).item(),  # amax / median
     }
+
+
+def tour():
+    """What one outlier does to all the others, recipe by recipe."""
+    print("One outlier in N(0,1), 256 x 512: SQNR in dB and underflow of the other elements")
+    outliers = (1, 1e3, 1e4, 1e5, 1e6)
+    print("  outlier   " + "".join(f"{size:<17g}" for size in outliers).rstrip())
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    others = torch.arange(x.numel()).view(x.shape) != 100 * 512 + 100
+    for r in RECIPES.values():
+        cells = []
+        for x[100, 100] in outliers:  # assigns each of them to that element
+            h = health(x, quantize_operand(x, "x", r, copies="first")[0], others)
+            cells.append(f"{h['sqnr']:5.1f} {100 * h['underflow']:6.2f} %")
+        print(f"  {r.name:9} " + "  ".join(cells))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -583,16 +598,16 @@ class FP8Linear(nn.Linear):
 def weights_cast(model: nn.Module):
     """Cast each weight once, for all micro-batches of an optimizer step. Outside, every forward
     casts, so a change is always seen. Enter it in the forwards' grad mode. (Not folded weights.)"""
-    layers = [m for m in model.modules() if isinstance(m, FP8Linear) and not m.folds]
-    copies, before = "both" if torch.is_grad_enabled() else "first", [m.w_cast for m in layers]
+    layers = [m for m in model.modules() if isinstance(m, FP8Linear) and not (m.folds or m.w_cast)]
+    copies = "both" if torch.is_grad_enabled() else "first"
     try:
         for m in layers:
             how = m.recipe, m.history()[1], copies, m.backend.cast
             m.w_cast = quantize_operand(m.weight.detach(), "w", *how)
         yield
     finally:
-        for m, w_cast in zip(layers, before):
-            m.w_cast = w_cast
+        for m in layers:
+            m.w_cast = None
 
 
 @torch.no_grad()
@@ -653,15 +668,14 @@ def fold_of(up: Tensor, gate: Tensor, smooth: str) -> Tensor:
     return ceil_pow2((up * F.silu(gate)).abs().view(-1, up.shape[-1]).amax(0, keepdim=True))
 
 
-class Inner:  # the ctx of an FP8Matmul inside another function
-    def save_for_backward(self, *tensors):
-        self.to_save = tensors
-
-
 class FP8SwiGLU(torch.autograd.Function):  # x (M, C) -> y (M, C)
+    class Inner:  # the ctx of an FP8Matmul inside this one
+        def save_for_backward(self, *tensors):
+            self.to_save = tensors
+
     @staticmethod
     def forward(ctx, x, w12, w3, smooth, how12, how3):
-        ctx.inner = one, two = Inner(), Inner()
+        ctx.inner = one, two = FP8SwiGLU.Inner(), FP8SwiGLU.Inner()
         ug, token = FP8Matmul.forward(one, x, w12, None, None, *how12), smooth == "token"
         fold = fold_of(*ug.chunk(2, dim=-1), smooth) if smooth else None
         h, folds_w3 = (ug, dict(act="swiglu", fold=fold)), None if token else fold
@@ -743,6 +757,7 @@ class GPTConfig:
     bf16_last: int = 0  # and at the end
     hidden: int | None = None  # None: 4 C, or about 8/3 C for SwiGLU
     rope_theta: float = 10000.0
+    rope_scaling: tuple | None = None  # (factor, low, high, old T): Llama 3's, see GPT
     norm_eps: float = 1e-5
     checkpoint: bool = False  # recompute each block in backward instead of keeping its activations
 
@@ -799,14 +814,19 @@ class Attention(nn.Module):
         self.wqkv = FP8Linear(c.n_embd, heads * self.D, bias, c.recipe_of(layer, "wqkv"))
         self.wo = FP8Linear(c.n_embd, c.n_embd, bias, c.recipe_of(layer, "wo"))
 
-    def forward(self, x, rope):
+    def forward(self, x, rope, cache=None):
         B, T, C = x.shape
         qkv = self.wqkv(x).view(B, T, self.n_head + 2 * self.n_kv, self.D).transpose(1, 2)
         q, k, v = qkv.split([self.n_head, self.n_kv, self.n_kv], dim=1)  # (B, heads, T, D)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
+        if cache is not None:  # [k, v] of the tokens before these, or []
+            k, v = (torch.cat(pair, 2) for pair in zip(cache, (k, v))) if cache else (k, v)
+            cache[:] = k, v
+        old = k.shape[2] - T  # tokens before these; without any the mask is the usual triangle
+        mask = torch.ones(T, old + T, device=x.device).tril(old).bool() if old else None
         grouped = self.n_kv < self.n_head  # several query heads share a key head
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        y = F.scaled_dot_product_attention(q, k, v, mask, 0.0, not old, enable_gqa=grouped)
         return self.wo(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -818,15 +838,16 @@ class Block(nn.Module):
         mlp, w3 = GELUMLP if c.family == "gpt2" else SwiGLU, c.recipe_of(layer, "w3")
         self.mlp = mlp(c.n_embd, c.hidden, c.recipe_of(layer, "w12"), w3, c.smooth)
 
-    def forward(self, x, rope):
-        x = x + self.attn(self.norm1(x.float()).to(x.dtype), rope)
+    def forward(self, x, rope, cache=None):
+        x = x + self.attn(self.norm1(x.float()).to(x.dtype), rope, cache)
         return x + self.mlp(self.norm2(x.float()).to(x.dtype))
 
 
 class GPT(nn.Module):
     """logits, loss = GPT(config)(idx, targets), as nanoGPT: idx and targets (B, T) int64, T at most
     block_size; a target of -1 does not count. Without targets only the last position's logits
-    (B, 1, vocab_size) are computed. Activations are BF16 on a GPU and fp32 on a CPU."""
+    (B, 1, vocab_size) are computed. Activations are BF16 on a GPU and fp32 on a CPU. cache, a list
+    of a [] for each block, makes a call go on where the last one with it ended."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -842,6 +863,10 @@ class GPT(nn.Module):
         else:
             D = c.n_embd // c.n_head
             freq = c.rope_theta ** (-torch.arange(0, D, 2).float() / D)
+            if c.rope_scaling:  # what turns less than `low` times in the old context is stretched
+                factor, low, high, old_T = c.rope_scaling
+                kept = ((old_T * freq / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+                freq = freq * (kept + (1 - kept) / factor)
             angle = torch.outer(torch.arange(c.block_size).float(), freq)  # (T, D/2)
             self.register_buffer("rope", torch.stack((angle.cos(), angle.sin())), persistent=False)
         for name, p in self.named_parameters():
@@ -851,20 +876,21 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None):
-        B, T = idx.shape
-        if not 1 <= T <= self.config.block_size:
-            raise ValueError(f"{T} tokens in a row; this model takes 1 to {self.config.block_size}")
+    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: list | None = None):
+        start = cache[0][0].shape[2] if cache and cache[0] else 0
+        end, most = start + idx.shape[1], self.config.block_size
+        if not start < end <= most:
+            raise ValueError(f"{end} tokens in a row; this model takes 1 to {most}")
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe.weight[:T]
-        rope = None if self.wpe is not None else self.rope[:, :T]
+            x = x + self.wpe.weight[start:end]
+        rope = None if self.wpe is not None else self.rope[:, start:end]
         x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
-        for block in self.blocks:
+        for i, block in enumerate(self.blocks):
             if self.config.checkpoint and torch.is_grad_enabled():
                 x = torch.utils.checkpoint.checkpoint(block, x, rope, use_reentrant=False)
             else:
-                x = block(x, rope)
+                x = block(x, rope, cache and cache[i])
         x = self.norm((x if targets is not None else x[:, -1:]).float()).to(x.dtype)
         logits = self.lm_head(x)[..., : self.config.vocab_size].float()  # padded ids get none
         if targets is None:
@@ -881,9 +907,8 @@ class GPT(nn.Module):
 # 9. FP8 Adam: one byte a moment
 #
 # AdamW keeps two fp32 moments: 8 bytes a parameter, four times a BF16 weight. Here m is E4M3 (it
-# needs precision) and v is E5M2 (it needs range: it is a square, and it is divided by), as in arXiv
-# 2409.12517, with the `quantize` of section 2: one scale a tensor, or one for each `block` elements
-# of the flattened tensor. A step decodes, updates with the exact new moments, and encodes.
+# needs precision) and v is E5M2 (it needs range: it is a square, and divided by), as in arXiv
+# 2409.12517. A step decodes them, updates with the exact new ones, and encodes (section 2).
 #
 # Two traps. A v that rounds to 0 while its m does not would make a huge step, of m / eps: so a
 # positive v never becomes code 0, but 1. And an average that moves by less than half a step of the
@@ -895,7 +920,7 @@ MASTERS = {"fp32": None, "fp16": FP16, "fp8": E4M3}
 class FP8Adam(torch.optim.Optimizer):
     """AdamW (decoupled weight decay) with 8-bit moments: 2 bytes and scales a parameter, not 8.
 
-    block    None: one scale a tensor; n: one for each n elements
+    block    None: one scale a tensor; n: one for each n elements of it, flattened
     master   "fp32", or "fp16" / "fp8" to study low-precision master weights: after each step the
              parameter is rounded to that format with one scale. (Its storage stays fp32: emulated.)
     """
@@ -934,10 +959,8 @@ class FP8Adam(torch.optim.Optimizer):
             raise ValueError(f"FP8Adam updates fp32 parameters, not {p.dtype}")
         if not state:
             state |= self.blank(p)
-        block, cast = (
-            self.tile[1] or 0,
-            self.cast or choose_backend(RECIPES["current"], p.device)[0],
-        )
+        cast = self.cast or choose_backend(RECIPES["current"], p.device).cast
+        block = self.tile[1] or 0
         whole = p.is_contiguous() and block <= 4096 and block & (block - 1) == 0
         if cast == "triton" and whole and not self.stochastic and self.master is None:
             import kernels
@@ -971,29 +994,6 @@ class FP8Adam(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for p, state in self.state.items():  # super() has cast the codes to p's dtype
             state |= {k: state[k].to(t) for k, t in blanks[p].items()}
-
-
-# ------------------------------------------------------------------------------------------------
-# 10. Where to go next
-#
-# Add a recipe: write one more row into RECIPES, say
-#     Recipe("mxfp8_hybrid", _1X32, _1X32, _1X32, rounding="floor", g_fmt=E5M2),
-# then `python train.py --compare bf16 mxfp8_hybrid`: tests/test_linear.py finds it, too.
-
-
-def tour():
-    """What one outlier does to all the others, recipe by recipe."""
-    print("One outlier in N(0,1), 256 x 512: SQNR in dB and underflow of the other elements")
-    outliers = (1, 1e3, 1e4, 1e5, 1e6)
-    print("  outlier   " + "".join(f"{size:<17g}" for size in outliers).rstrip())
-    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
-    others = torch.arange(x.numel()).view(x.shape) != 100 * 512 + 100
-    for r in RECIPES.values():
-        cells = []
-        for x[100, 100] in outliers:  # assigns each of them to that element
-            h = health(x, quantize_operand(x, "x", r, copies="first")[0], others)
-            cells.append(f"{h['sqnr']:5.1f} {100 * h['underflow']:6.2f} %")
-        print(f"  {r.name:9} " + "  ".join(cells))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@
     python train.py --compare bf16 delayed current mxfp8      the same run under several recipes
     python train.py --compare delayed delayed,smooth=channel  an arm is a recipe plus overrides
     python train.py --recipe delayed --monitor 10             look inside, every 10 steps
+    python train.py --init-from out/bf16 --recipe current     go on in another recipe
+    python train.py --init-from out/bf16 --eval               post-training quantisation: a table
+    python train.py --init-from DIR --sample "def "           text from a run or an export
     python train.py --bench                                   what a step costs, part by part
     python train.py --advise --n-embd 4096                    which recipe pays on this GPU
 
@@ -32,18 +35,23 @@ from pathlib import Path
 import torch
 
 import fp8gpt
-from data.prepare import TOKENIZERS, Corpus, UserError, get_tokenizer
-from data.report import (
-    Monitor,
-    medians,
-    memory,
-    operand_health,
-    plot,
-    print_table,
-    sync,
-    write_whole,
-)  # fmt: skip
-from fp8gpt import E4M3, E5M2, FP32, GPT, MASTERS, RECIPES, FP8Adam, FP8Linear, GPTConfig, Recipe
+from data.bench import ADVISED, advise, bench, can_compile
+from data.checkpoint import (
+    QUANTISED,
+    RECIPE_FIELDS,
+    SHAPE,
+    SIZES,
+    load_weights,
+    model_config,
+    read_checkpoint,
+    scaling,
+    triple,
+)
+from data.convert import open_source
+from data.infer import post_training, write_text
+from data.prepare import Corpus, UserError
+from data.report import Monitor, memory, operand_health, plot, print_table, write_whole
+from fp8gpt import E4M3, E5M2, GPT, MASTERS, RECIPES, FP8Adam, FP8Linear
 
 # ------------------------------------------------------------------------------------------------
 # Configuration. The comment of a field is its help. The values are those for a CPU; a GPU starts
@@ -58,10 +66,12 @@ class Config:
     threads: int = 0  # CPU threads; 0: torch's own choice
     compile: bool = False  # torch.compile the blocks: faster, after a warm-up
     out: str = "out"  # directory for runs
+    init_from: str | None = None  # start from this run's weights, or a Hugging Face directory's
     # data
     data: str = "stdlib"  # a corpus of data/prepare.py, a text file, or a directory of .bin files
     tokenizer: str = "bytes"  # for a corpus that is not prepared yet: bytes or gpt2
     # model
+    size: str | None = None  # a published shape, for the fields that are not given
     family: str = "llama"  # llama (RMSNorm, RoPE, SwiGLU) or gpt2 (LayerNorm, GELU, tied head)
     n_layer: int = 4  # blocks
     n_head: int = 4  # attention heads
@@ -74,6 +84,9 @@ class Config:
     head: str = "bf16"  # fp8: the output head follows the recipe too
     bf16_first: int = 0  # blocks at the start that stay BF16
     bf16_last: int = 0  # blocks at the end that stay BF16
+    rope_theta: float | None = None  # base of the rotary positions
+    rope_scaling: str | None = None  # Llama 3's: factor/low/high/old context, as 8/1/4/8192
+    norm_eps: float | None = None  # of the norms
     checkpoint: bool = False  # activation checkpointing: recompute blocks in backward
     # the recipe's own fields
     amax_history_len: int | None = None  # steps that delayed scaling looks back
@@ -115,14 +128,14 @@ GPU_PRESET = dict(
 )  # fmt: skip
 
 FIELDS = {f.name: f for f in fields(Config)}
-RECIPE_FIELDS = [f.name for f in fields(Recipe) if f.name in FIELDS]
-MODEL_FIELDS = [f.name for f in fields(GPTConfig) if f.name in FIELDS and f.name != "recipe"]
 FP8ADAM_FIELDS = ["m_fmt", "v_fmt", "adam_block", "stochastic_rounding", "master"]
-COMMON_FIELDS = ["device", "threads", "out", "seed", "data", "tokenizer", "block_size"]
+COMMON_FIELDS = [
+    "device", "threads", "out", "seed", "data", "tokenizer", "block_size", "init_from", "size"
+]  # fmt: skip
 FORMATS = {f.name: f for f in (E4M3, E5M2)}
 CHOICES = dict(
     fp8gpt.RECIPE_CHOICES | fp8gpt.CONFIG_CHOICES,
-    recipe=RECIPES, tokenizer=TOKENIZERS, optimizer=("adamw", "fp8adam"),
+    recipe=RECIPES, size=SIZES, optimizer=("adamw", "fp8adam"),
     m_fmt=FORMATS, v_fmt=FORMATS, master=MASTERS,
 )  # fmt: skip
 FROM_ZERO = ["seed", "bf16_first", "bf16_last", "warmup", "monitor"]  # other counts are from 1 on
@@ -130,6 +143,7 @@ LIMITS = dict(
     beta1=(0, 1), beta2=(0, 1), loss_scale=(1e-30, 3.4e38), n_layer=(1, 1000), threads=(0, 1000)
 )  # from, to below
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
+SHAPED = dict(margin=triple, bias=triple, rope_scaling=scaling)  # text with an inner form
 PARSE = {"int": int, "float": float, "str": str, "bool": lambda text: BOOLS[text.lower()]}
 
 # ------------------------------------------------------------------------------------------------
@@ -149,8 +163,8 @@ def convert(name, text):
         return None
     try:
         value = PARSE[kind](text)
-        if name in ("margin", "bias"):
-            triple(text)
+        if name in SHAPED:
+            SHAPED[name](text)
     except (ValueError, KeyError) as error:
         wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}
         raise UserError(f"{name} takes {wanted.get(kind, error)}, not {text!r}") from None
@@ -164,12 +178,20 @@ def convert(name, text):
     return value
 
 
-def triple(text):
-    """ "3" or "0/0/3" -> integers for x, w and g."""
-    parts = text.split("/") * (1 if "/" in text else 3)
-    if len(parts) != 3 or not all(re.fullmatch(r"[+-]?\d{1,2}", p) for p in parts):
-        raise ValueError("a whole number, or three as x/w/g")
-    return tuple(map(int, parts))
+# Options that are no fields: usual value, from, to.
+NUMBERS = dict(
+    seeds=(1, 1, 9999), calibrate=(8, 0, 10**6), tokens=(200, 1, 10**6), temperature=(0.8, 0, 100)
+)  # fmt: skip
+
+
+def number(name, text, usual, least, most):
+    try:
+        value = usual if text is None else type(usual)(text)
+        if least <= value <= most:
+            return value
+    except ValueError:
+        pass
+    raise UserError(f"{name} takes a number from {least} to {most}, not {text!r}")
 
 
 def parse_arm(text):
@@ -201,11 +223,15 @@ def parse_command_line(argv):
     parser.error = error
     add = parser.add_argument
     add("--compare", nargs="+", metavar="ARM", help="train arms: RECIPE[,field=value...]")
-    add("--seeds", default="1", metavar="N", help="repeat a comparison: mean and spread (1)")
+    add("--seeds", metavar="N", help="repeat a comparison: mean and spread (1)")
     add("--bench", action="store_true", help="time a training step of every recipe")
     add("--advise", action="store_true", help="which recipe pays here, at this --n-embd: a minute")
     add("--resume", metavar="DIR", help="continue the run in this directory")
-    add("--sample", metavar="TEXT", default="", help="prompt of the sample at the end")
+    add("--eval", action="store_true", help="the recipes on the weights of --init-from: a table")
+    add("--calibrate", metavar="N", help="batches that static activation scales are from (8)")
+    add("--sample", metavar="TEXT", help="prompt of the sample at the end; with --init-from: only")
+    add("--tokens", metavar="N", help="length of the sample (200)")
+    add("--temperature", metavar="T", help="of the sample; 0: always the likeliest token (0.8)")
     for f in fields(Config):
         preset = f"; {GPU_PRESET[f.name]} on a GPU" if f.name in GPU_PRESET else ""
         text = f"{comments[f.name]} ({f.default}{preset})".replace("%", "%%")
@@ -217,13 +243,20 @@ def parse_command_line(argv):
         near = similar(unknown[0].split("=")[0], parser._option_string_actions)
         raise UserError(f"unknown argument {unknown[0]!r}{near}; --help lists all")
     given = {n: convert(n, v) for n in FIELDS if (v := getattr(args, n)) is not None}
-    if not re.fullmatch(r"[1-9]\d{0,3}", args.seeds):
-        raise UserError(f"seeds takes a number from 1 on, not {args.seeds!r}")
-    args.seeds = int(args.seeds)
-    if sum(map(bool, (args.compare, args.bench, args.resume, args.advise))) > 1:
-        raise UserError("--compare, --bench, --advise and --resume are commands: choose one")
-    if (args.sample or "recipe" in given) and (args.compare or args.bench or args.advise):
-        raise UserError("--recipe and --sample go with a single run")
+    for name, limits in NUMBERS.items():
+        setattr(args, name, number(name, getattr(args, name), *limits))
+    if sum(map(bool, (args.compare, args.bench, args.resume, args.advise, args.eval))) > 1:
+        raise UserError("--compare, --bench, --advise, --eval and --resume: choose one")
+    if args.compare or args.bench or args.advise:
+        if args.sample is not None or "recipe" in given:
+            raise UserError("--recipe and --sample go with a single run")
+    if args.eval and "init_from" not in given:
+        raise UserError("--eval evaluates the weights of a run or an export: give --init-from")
+    if args.resume and "init_from" in given:
+        raise UserError("--resume goes on with a run, --init-from starts one: choose one")
+    args.generate = args.sample is not None and "init_from" in given
+    if args.generate and (args.eval or "steps" in given):
+        raise UserError("--sample with --init-from writes a sample and nothing else")
     if args.seeds > 1 and not args.compare:
         raise UserError("--seeds repeats a comparison: give it with --compare")
     return given, args
@@ -233,7 +266,7 @@ def warn_ignored(c, given, label=""):
     """Say which of the given fields this configuration does not read."""
     recipe = RECIPES[c.recipe]
     reads = {
-        n: c.recipe != "bf16" for n in RECIPE_FIELDS + ["w3", "head", "bf16_first", "bf16_last"]
+        n: c.recipe != "bf16" for n in (*RECIPE_FIELDS, "w3", "head", "bf16_first", "bf16_last")
     }
     reads |= {n: recipe.amax == "history" for n in ("amax_history_len", "amax_compute_algo")}
     reads |= {"bias": recipe.amax == "constant"}
@@ -285,32 +318,8 @@ def machine(device_line):
     return dict(device=device_line, cpu=cpu, date=time.strftime("%Y-%m-%d"), **versions)
 
 
-@functools.cache
-def can_compile(device):
-    """Whether torch.compile works here; if not, say so once and go on without it."""
-    try:
-        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
-        return True
-    except Exception as error:  # no compiler, no Python headers, no Triton: many kinds of errors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        print(f"compile  does not work here, going on without it: {reason[:100]}")
-        return False
-
-
 # ------------------------------------------------------------------------------------------------
 # An arm: a configuration with its model, its optimizer and its step
-
-
-def model_config(c, vocab_size):
-    """The GPTConfig of a configuration, its recipe with the fields that were given."""
-    changed = {n: v for n in RECIPE_FIELDS if (v := getattr(c, n)) is not None}
-    changed |= {n: triple(changed[n]) for n in ("margin", "bias") if n in changed}
-    model = {n: v for n in MODEL_FIELDS if (v := getattr(c, n)) is not None}
-    try:
-        recipe = replace(RECIPES[c.recipe], **changed)
-        return GPTConfig(vocab_size=vocab_size, recipe=recipe, **model)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 def param_groups(model, weight_decay):
@@ -330,32 +339,25 @@ def flops_per_token(model, T=None):
     return 6 * (model.num_params() - only_read.weight.numel()) + attention
 
 
-@torch.no_grad()
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None):
-    """Continue idx (B, T >= 1) by sampling; temperature 0 takes the likeliest token."""
-    with model.weights_cast():
-        for _ in range(max_new_tokens):
-            logits = model(idx[:, -model.config.block_size :])[0][:, -1]  # (B, vocab)
-            if top_k:
-                kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
-            if temperature == 0:
-                new = logits.argmax(-1, keepdim=True)
-            else:
-                new = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1)
-            idx = torch.cat((idx, new), dim=1)
-    return idx
-
-
 class Arm:
-    def __init__(self, c, corpus, device):
+    """vocab_size: of a checkpoint; else the corpus has it. source: where the weights come from."""
+
+    def __init__(self, c, corpus, device, vocab_size=None, source=None):
         self.c, self.corpus, self.device, self.step, self.skipped = c, corpus, device, 0, 0
-        config = model_config(c, corpus.vocab_size)
+        if source:
+            vocab_size = source.vocab_size
+            check_tokenizer(source.tokenizer, corpus)
+        config = model_config(c, vocab_size or corpus.vocab_size)
+        if corpus.vocab_size > config.vocab_size:
+            many = f"{corpus.vocab_size} ids, the model {config.vocab_size}"
+            raise UserError(f"tokenizer {corpus.tokenizer} has {many}")
         torch.manual_seed(c.seed)
         try:
             self.recipe, self.model = config.recipe, GPT(config).to(device)
         except (RuntimeError, TypeError) as error:  # torch's words for sizes beyond its memory
             raise UserError(f"this model does not fit: {str(error).splitlines()[0]}") from None
+        if source:
+            source.fill(self.model)
         groups, betas = param_groups(self.model, c.weight_decay), (c.beta1, c.beta2)
         if c.optimizer == "fp8adam":
             fp8 = dict(m_fmt=FORMATS[c.m_fmt], v_fmt=FORMATS[c.v_fmt], block=c.adam_block)
@@ -424,29 +426,18 @@ class Arm:
         self.model.train()
         return loss
 
-    def sample(self, prompt, tokens=200):
-        encoding = get_tokenizer(self.corpus.tokenizer)
-        ids = encoding.encode_ordinary(prompt or "\n")
-        torch.manual_seed(self.c.seed)
-        with torch.compiler.set_stance("force_eager"):  # else every length would be compiled
-            idx = torch.tensor([ids], device=self.device)
-            idx = generate(self.model, idx, tokens, temperature=0.8, top_k=50)
-        return encoding.decode(idx[0].tolist())
-
     def save(self, path):
         generator = torch.cuda if self.device.type == "cuda" else torch  # rounds stochastically
         state = dict(config=asdict(self.c), step=self.step, rng=generator.get_rng_state())
         state |= dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
-        state |= dict(tokenizer=self.corpus.tokenizer, vocab_size=self.corpus.vocab_size)
+        state |= dict(tokenizer=self.corpus.tokenizer, vocab_size=self.model.config.vocab_size)
         write_whole(path, lambda aside: torch.save(state, aside))
 
     def restore(self, state):
-        speaks = (state["tokenizer"], state["vocab_size"])
-        if speaks != (self.corpus.tokenizer, self.corpus.vocab_size):
-            raise UserError(f"the checkpoint speaks {speaks[0]}, not {self.corpus.tokenizer}")
+        check_tokenizer(state["tokenizer"], self.corpus)
         flags = [{k: g[k] for k in ("weight_decay", "betas")} for g in self.optimizer.param_groups]
         try:
-            self.model.load_state_dict(state["model"])
+            load_weights(self.model, state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step = int(state["step"])
             (torch.cuda if self.device.type == "cuda" else torch).set_rng_state(state["rng"])
@@ -456,18 +447,35 @@ class Arm:
             group |= given  # the file's were those of its first run
 
 
+def check_tokenizer(name, corpus):
+    """A checkpoint's ids have to be the corpus's; None: it does not say, so the corpus decides."""
+    if name not in (None, corpus.tokenizer):
+        raise UserError(f"the checkpoint speaks {name}, not {corpus.tokenizer}")
+
+
 def load_checkpoint(directory):
     """-> (state, its Config)"""
-    path = Path(directory) / "ckpt.pt"
-    if not path.is_file():
-        raise UserError(f"there is no checkpoint at {path}")
+    state = read_checkpoint(directory)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if {"model", "optimizer", "step", "rng", "tokenizer", "vocab_size"} <= state.keys():
-            return state, Config(**{n: convert(n, str(v)) for n, v in state["config"].items()})
-        raise ValueError
-    except Exception as error:  # cut short, foreign, not a zip: torch has many errors for it
+        return state, Config(**{n: convert(n, str(v)) for n, v in state["config"].items()})
+    except Exception as error:  # fields of another program
+        path = Path(directory) / "ckpt.pt"
         raise UserError(f"{path} is no checkpoint of train.py: {type(error).__name__}") from None
+
+
+def inherit(source, given, single):
+    """The fields that a run takes over from where it starts."""
+    theirs, config = source.fields, model_config(source.fields, source.vocab_size)
+    for n in SHAPE:
+        if n in given and given[n] not in (theirs.get(n), getattr(config, n)):
+            raise UserError(
+                f"{n} is {getattr(config, n)} in {given['init_from']}: it cannot change"
+            )
+    names = [*SHAPE, *QUANTISED, "block_size", "data"]
+    if single and given.get("recipe", theirs["recipe"]) == theirs["recipe"]:
+        names += RECIPE_FIELDS
+    taken = {n: theirs[n] for n in names if theirs.get(n) is not None}
+    return taken | (dict(tokenizer=source.tokenizer) if source.tokenizer else {})
 
 
 def fit(arm, out, label):
@@ -561,7 +569,7 @@ def announce(arm):
     print(f"optim    {c.optimizer}, {kept}; steps {arm.step + 1} to {c.steps} of {size}")
 
 
-def train(c, given, args, device, device_line):
+def train(c, given, args, device, device_line, source):
     state = None
     if args.resume:
         state, saved = load_checkpoint(args.resume)
@@ -571,7 +579,8 @@ def train(c, given, args, device, device_line):
         if state["step"] >= c.steps:
             raise UserError(f"this run has done its {state['step']} steps: give a larger --steps")
     warn_ignored(c, given)
-    arm = Arm(c, Corpus(c.data, c.tokenizer, c.block_size), device)
+    corpus = Corpus(c.data, c.tokenizer, c.block_size)
+    arm = Arm(c, corpus, device, state and state["vocab_size"], source)
     out = make_dir(Path(args.resume or Path(c.out) / c.recipe))
     if state:
         arm.restore(state)
@@ -594,10 +603,11 @@ def train(c, given, args, device, device_line):
     print(f"result   val loss {val_loss:.4f}, {speed:,.0f} tokens/s, MFU {used},", end=" ")
     print(f"{size / 1e6:.0f} MB, {seconds:.0f} s; see {out}/")
     if math.isfinite(val_loss):
-        print("sample   " + repr(arm.sample(args.sample)))
+        text = write_text(arm.model, corpus.tokenizer, c.seed, args)
+        print("sample   " + repr(text))
 
 
-def compare(c, given, args, device, device_line):
+def compare(c, given, args, device, device_line, source):
     """Arms on the same seed, initial weights and batches: one table, one file, one picture."""
     arms = []
     for text in args.compare:
@@ -608,7 +618,7 @@ def compare(c, given, args, device, device_line):
         warn_ignored(arms[-1]["config"], given | overrides, f"arm {text}: ")
     corpus = Corpus(c.data, c.tokenizer, c.block_size)
     for a in arms:  # every mistake of an arm is found before the first one is trained
-        model_config(a["config"], corpus.vocab_size)
+        model_config(a["config"], corpus.vocab_size)  # a source's fits, or Arm says so
     stopped = False
     for seed in range(c.seed, c.seed + args.seeds):
         for a in arms:
@@ -616,7 +626,7 @@ def compare(c, given, args, device, device_line):
                 break
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            arm = Arm(replace(a["config"], seed=seed), corpus, device)
+            arm = Arm(replace(a["config"], seed=seed), corpus, device, None, source)
             run = re.sub(r"[^\w.,=-]", "_", a["name"]) + f"-{seed}"
             rows, stopped = fit(arm, make_dir(Path(c.out) / "compare" / run), a["name"])
             if not rows:
@@ -656,115 +666,21 @@ def compare(c, given, args, device, device_line):
     print(f"\nsee {out}/compare.json and {out}/compare.png")
 
 
-@contextlib.contextmanager
-def timed(parts, targets, device):
-    """Add the seconds spent in functions to `parts`; targets: {part: (owner, function's name)}."""
-    originals = {part: getattr(*target) for part, target in targets.items()}
-
-    def wrap(part):
-        def timer(*args, **kwargs):
-            sync(device)
-            start = time.perf_counter()
-            result = originals[part](*args, **kwargs)
-            sync(device)
-            parts[part] = parts.get(part, 0.0) + time.perf_counter() - start
-            return result
-
-        return timer
-
-    for part, target in targets.items():
-        setattr(*target, wrap(part))
-    yield
-    for part, target in targets.items():
-        setattr(*target, originals[part])
-
-
-def bench(c, device, rounds=9):
-    """A step of every recipe and its parts, interleaved, in units of a step in high precision."""
+def evaluate(c, given, args, device, source):
+    """Post-training quantisation: each recipe on the weights of a source, beside BF16."""
     corpus = Corpus(c.data, c.tokenizer, c.block_size)
-    arms = {name: Arm(replace(c, recipe=name), corpus, device) for name in RECIPES}
-    base = "fp32" if device.type == "cpu" else "bf16"
-    if base == "fp32":
-        arms = {base: Arm(replace(c, recipe="bf16", compile=False), corpus, device), **arms}
-        for m in arms[base].model.modules():
-            if isinstance(m, FP8Linear):
-                m.recipe = replace(m.recipe, name=base, x_fmt=FP32, w_fmt=FP32, g_fmt=FP32)
-    times = {name: [] for name in arms}
-    for i in range(-2, rounds):  # two to warm up
-        for name, arm in arms.items():
-            start = time.perf_counter()
-            arm.train_step()
-            sync(device)
-            parts = dict(step=time.perf_counter() - start)
-            targets = dict(optimizer=(arm.optimizer, "step"))
-            if not c.compile:  # compiled, the casts are fused with their neighbours
-                targets |= dict(quantise=(fp8gpt, "quantize"), GEMM=(fp8gpt, "gemm_nt"))
-            with timed(parts, targets, device):
-                arm.train_step()
-            if i >= 0:
-                times[name].append(parts)
-    unit = statistics.median(t["step"] for t in times[base])
-    print(f"model    {arms[base].model.num_params():,} parameters, {c.batch_size} x {c.block_size}")
-    how = f"{rounds} interleaved steps{', compiled' * c.compile}"
-    print(f"unit     a step in {base}: {1e3 * unit:.0f} ms; medians of {how}\n")
-    columns = [p for p in ("step", "quantise", "GEMM", "optimizer") if p in times[base][0]]
-    rows = [["recipe", *columns]]
-    for name, measured in times.items():
-        medians = (statistics.median(m[p] for m in measured) / unit for p in columns)
-        rows.append([name, *(f"{x:.2f}" for x in medians)])
-    print_table(rows)
+    check_tokenizer(source.tokenizer, corpus)
 
+    def batches(split, n):
+        for i in range(n):
+            rows = torch.from_numpy(corpus.batch(split, (0, i), c.batch_size)).to(device)
+            yield rows[:, :-1], rows[:, 1:]
 
-def block_step(config, batch, device):
-    """Forward and backward of a model on random tokens, its blocks compiled on a GPU, as a call."""
-    model, shape = GPT(config).to(device), (batch, config.block_size)
-    idx = torch.randint(0, config.vocab_size, shape, device=device)
-    if device.type == "cuda" and can_compile(device):
-        torch._dynamo.config.recompile_limit = 64  # the recipes share the code
-        for block in model.blocks:
-            block.compile(dynamic=False)
-
-    def step():
-        model(idx, idx)[1].backward()
-        model.zero_grad(set_to_none=True)
-        fp8gpt.end_step(model)
-
-    return step
-
-
-ADVISED = ("bf16", "delayed", "current", "blockwise", "rowwise", "mxfp8")
-
-
-def advise(c, device, limit=50):
-    """One block of this width, forward and backward, under each recipe that has FP8 GEMMs here, as
-    a multiple of the speed of BF16; what does not fit into `limit` seconds is named."""
-    start, calls, slow = time.perf_counter(), {}, []
-    for name in ADVISED:
-        arm = replace(c, recipe=name, n_layer=1, bf16_first=0, bf16_last=0)
-        config = model_config(arm, 256)
-        where = fp8gpt.choose_backend(config.recipe, device)
-        if name != "bf16" and "FP8 tensor cores" not in where.why:
-            slow.append(f"{name}: {where.why}")
-        elif time.perf_counter() - start > limit:
-            slow.append(f"{name}: not measured, the time was up")
-        else:
-            calls[name] = block_step(config, c.batch_size, device)
-            calls[name]()  # compiles
-    print(*(f"not here {line}" for line in slow), sep="\n")
-    if len(calls) < 2:
-        print(
-            "advice   bf16: no recipe can be faster here. What would pay on a GPU cannot be known"
-        )
-        print("         without one; its limits: python tests/roofline.py")
-        return
-    seconds = medians(calls, device, rounds=5, seconds=0.1)
-    speed = {name: seconds["bf16"] / t for name, t in seconds.items()}
-    shape = f"width {c.n_embd}, {c.batch_size} x {c.block_size} tokens, forward and backward"
-    print(f"unit     a block in bf16: {1e3 * seconds['bf16']:.2f} ms; {shape}\n")
-    print_table([["recipe", "times as fast"], *([n, f"{x:.2f}"] for n, x in speed.items())])
-    best = max(speed, key=speed.get)
-    gain = f"{best} is {speed[best]:.2f} times as fast as bf16: --recipe {best}; compare its loss"
-    print(f"\nadvice   at this width {gain if best != 'bf16' else 'bf16 is fastest: none pays'}")
+    names = ["bf16", c.recipe] if "recipe" in given else list(RECIPES)
+    configs = {n: model_config(replace(c, recipe=n), source.vocab_size) for n in names}
+    held_out = functools.partial(batches, "val", c.eval_batches)
+    print(f"\n{c.eval_batches} validation batches of {c.batch_size} x {c.block_size} tokens\n")
+    post_training(source, configs, held_out, functools.partial(batches, "train", args.calibrate))
 
 
 def main(argv):
@@ -774,15 +690,33 @@ def main(argv):
         torch.set_num_threads(given["threads"])
     device, device_line = pick_device(given.get("device", "auto"))
     print(f"machine  {device_line}; torch {torch.__version__}")
-    c = Config(**((GPU_PRESET if device.type == "cuda" else {}) | given))
+    known = GPU_PRESET if device.type == "cuda" else {}
+    known = known | SIZES.get(given.get("size"), {})
+    source = open_source(given["init_from"]) if "init_from" in given else None
+    if source:
+        known |= inherit(source, given, not args.compare)
+    c = Config(**(known | given))
+    if source:
+        changed = not (args.compare or args.eval) and c.recipe != source.fields["recipe"]
+        print(f"init     {c.init_from}: {source.what}{f' -> {c.recipe}' * changed}")
     if args.bench:
-        bench(c, device)
+        corpus = Corpus(c.data, c.tokenizer, c.block_size)
+        bench(lambda **changes: Arm(replace(c, **changes), corpus, device), c, device)
     elif args.advise:
-        advise(c, device)
+        one = replace(c, n_layer=1, bf16_first=0, bf16_last=0)
+        advise({r: model_config(replace(one, recipe=r), 256) for r in ADVISED}, c, device)
+    elif args.eval:
+        evaluate(c, given, args, device, source)
+    elif args.generate:
+        model = GPT(model_config(c, source.vocab_size)).to(device)
+        source.fill(model, pin=c.recipe == source.fields["recipe"])
+        if source.tokenizer is None:
+            raise UserError(f"{c.init_from} has no tokenizer.json")
+        print("sample   " + repr(write_text(model, source.tokenizer, c.seed, args)))
     elif args.compare:
-        compare(c, given, args, device, device_line)
+        compare(c, given, args, device, device_line, source)
     else:
-        train(c, given, args, device, device_line)
+        train(c, given, args, device, device_line, source)
 
 
 if __name__ == "__main__":

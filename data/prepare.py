@@ -49,8 +49,11 @@ def get_tokenizer(name):
     if name == "bytes":
         ranks = {bytes([i]): i for i in range(256)}
         return tiktoken.Encoding("bytes", pat_str="(?s).", mergeable_ranks=ranks, special_tokens={})
+    if name.endswith(".json") and Path(name).is_file():
+        return ForeignTokenizer(name)
     if name not in TOKENIZERS:
-        raise UserError(f"unknown tokenizer {name!r}; choose from {', '.join(TOKENIZERS)}")
+        names = ", ".join(TOKENIZERS)
+        raise UserError(f"unknown tokenizer {name!r}; choose from {names}, or a tokenizer.json")
     try:
         return tiktoken.get_encoding(name)
     except Exception as error:  # tiktoken lets every kind of network error through
@@ -60,12 +63,39 @@ def get_tokenizer(name):
         ) from None
 
 
+class ForeignTokenizer:
+    """A Hugging Face tokenizer.json, with the methods of a tiktoken Encoding that are used here."""
+
+    def __init__(self, path):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise UserError(f"to read {path}: pip install tokenizers") from None
+        try:
+            self.tokenizer = Tokenizer.from_file(path)
+        except Exception as error:  # the library raises Exception itself
+            raise UserError(f"{path} is no tokenizer.json: {error}") from None
+        self.n_vocab = self.tokenizer.get_vocab_size()
+
+    def encode_ordinary(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids)
+
+
+def token_type(vocab_size):
+    """What a .bin file holds: uint16, as nanoGPT writes it, unless the ids need more."""
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
 def tokenize(text, tokenizer):
-    """bytes -> uint16 ids. A byte is its own id, so that tokenizer needs no call."""
+    """bytes -> ids. A byte is its own id, so that tokenizer needs no call."""
     if tokenizer == "bytes":
         return np.frombuffer(text, np.uint8).astype(np.uint16)
-    ids = get_tokenizer(tokenizer).encode_ordinary(text.decode("utf-8", errors="replace"))
-    return np.array(ids, np.uint16)
+    encoding = get_tokenizer(tokenizer)
+    ids = encoding.encode_ordinary(text.decode("utf-8", errors="replace"))
+    return np.array(ids, token_type(encoding.n_vocab))
 
 
 def stdlib_files():
@@ -172,8 +202,8 @@ def prepare(name, path=None, tokenizer="bytes", out=None, shards=1):
     return meta
 
 
-def read_tokens(path):
-    """A .bin file as a memory map of uint16, as nanoGPT writes it or with llm.c's header."""
+def read_tokens(path, dtype=np.uint16):
+    """A .bin file as a memory map, as nanoGPT writes it or with llm.c's header."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as f:
@@ -184,9 +214,10 @@ def read_tokens(path):
         if head[1] != 1 or size != 4 * HEADER_INTS + 2 * int(head[2]):
             raise UserError(f"{path} is not the whole of a version 1 token file: fetch it again")
         return np.memmap(path, np.uint16, "r", offset=4 * HEADER_INTS)
-    if size == 0 or size % 2:
-        raise UserError(f"{path} has {size} bytes, which are not uint16 tokens: prepare it again")
-    return np.memmap(path, np.uint16, "r")
+    if size == 0 or size % np.dtype(dtype).itemsize:
+        kind = np.dtype(dtype).name
+        raise UserError(f"{path} has {size} bytes, which are not {kind} tokens: prepare it again")
+    return np.memmap(path, dtype, "r")
 
 
 def read_meta(root):
@@ -195,7 +226,8 @@ def read_meta(root):
         return None
     try:
         meta = json.loads(path.read_text())
-        if VOCABULARY.get(meta["tokenizer"]) == meta["vocab_size"]:
+        known = VOCABULARY.get(meta["tokenizer"], meta["vocab_size"])
+        if known == meta["vocab_size"] and 0 < known < 1 << 31 and isinstance(known, int):
             return meta
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
@@ -230,7 +262,7 @@ class Corpus:
         paths = sorted(p for p in self.root.glob("*.bin") if split in p.name)
         if not paths:
             raise UserError(f"{self.root} has no {split}.bin: prepare it with data/prepare.py")
-        shards = [read_tokens(p) for p in paths]
+        shards = [read_tokens(p, token_type(self.vocab_size)) for p in paths]
         for path, tokens in zip(paths, shards):
             if len(tokens) <= self.block_size:
                 raise UserError(
@@ -272,7 +304,7 @@ def main():
         "name", metavar="NAME", help="stdlib, shakespeare, fineweb-edu, or file PATH"
     )
     parser.add_argument("path", nargs="?", help="the text file, after `file`")
-    parser.add_argument("--tokenizer", default="bytes", choices=TOKENIZERS)
+    parser.add_argument("--tokenizer", default="bytes", help="bytes, gpt2, or a tokenizer.json")
     parser.add_argument("--shards", type=int, default=1, help="of fineweb-edu, 1e8 tokens each")
     parser.add_argument("--out", help="directory (default: data/NAME)")
     parser.error = lambda message: sys.exit(print(f"prepare.py: {message}", file=sys.stderr) or 2)

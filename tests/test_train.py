@@ -16,6 +16,7 @@ import torch
 
 import fp8gpt
 import train
+from data import bench
 from data.prepare import Corpus, UserError, prepare
 from fp8gpt import RECIPES
 
@@ -138,14 +139,16 @@ def test_advice_times_what_has_fp8_gemms_and_names_the_fastest(limit, best, caps
     )
     timed = []
     monkeypatch.setattr(fp8gpt, "choose_backend", hopper)
-    monkeypatch.setattr(train, "block_step", lambda config, *_: lambda: timed.append(config))
+    monkeypatch.setattr(bench, "block_step", lambda config, *_: lambda: timed.append(config))
     seconds = dict(bf16=3.0, delayed=2.0, current=2.5, rowwise=4.0, blockwise=3.5)
-    monkeypatch.setattr(train, "medians", lambda calls, *_, **__: {n: seconds[n] for n in calls})
-    train.advise(train.Config(n_embd=64), torch.device("cpu"), limit)
+    monkeypatch.setattr(bench, "medians", lambda calls, *_, **__: {n: seconds[n] for n in calls})
+    c = train.Config(n_embd=64, n_layer=1)
+    configs = {r: train.model_config(replace(c, recipe=r), 256) for r in bench.ADVISED}
+    bench.advise(configs, c, torch.device("cpu"), limit)
     out = capsys.readouterr().out
     assert "not here mxfp8: emulated here" in out
     if best:
-        assert [c.recipe.name for c in timed] == list(train.ADVISED[:-1])
+        assert [c.recipe.name for c in timed] == list(bench.ADVISED[:-1])
         assert {(c.n_layer, c.n_embd) for c in timed} == {(1, 64)}
         assert "delayed is 1.50 times as fast as bf16: --recipe delayed; compare" in out
     else:
@@ -154,9 +157,9 @@ def test_advice_times_what_has_fp8_gemms_and_names_the_fastest(limit, best, caps
 
 def test_a_block_step_leaves_no_gradient_and_a_history(monkeypatch):
     config = fp8gpt.GPTConfig(64, 16, 1, 2, None, 32, recipe="delayed")
-    made, GPT = [], train.GPT
-    monkeypatch.setattr(train, "GPT", lambda c: made.append(GPT(c)) or made[0])
-    train.block_step(config, 2, torch.device("cpu"))()
+    made, GPT = [], bench.GPT
+    monkeypatch.setattr(bench, "GPT", lambda c: made.append(GPT(c)) or made[0])
+    bench.block_step(config, 2, torch.device("cpu"))()
     assert all(p.grad is None for p in made[0].parameters())
     assert (made[0].blocks[0].attn.wo.amax_history[0] > 0).all()
 
@@ -427,7 +430,7 @@ MISTAKES = [
     ("--resume /no/such", "no checkpoint at"),
     ("--out /proc/nothing", "cannot write to"),
     ("--seeds 2", "--compare"),
-    ("--compare bf16 --seeds 0", "from 1 on"),
+    ("--compare bf16 --seeds 0", "from 1 to 9999"),
     ("--compare bf16 --bench", "choose one"),
     ("--bench --recipe mxfp8", "single run"),
     ("--advise --bench", "choose one"),

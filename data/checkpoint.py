@@ -1,0 +1,123 @@
+"""What a run of train.py leaves: its configuration, its checkpoint, and a model from them."""
+
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+from data.prepare import UserError
+from fp8gpt import RECIPES, GPTConfig
+
+# ------------------------------------------------------------------------------------------------
+# A configuration's model
+
+SHAPE = ("family", "n_layer", "n_head", "n_kv_head", "n_embd", "hidden",
+         "rope_theta", "rope_scaling", "norm_eps")  # fmt: skip
+QUANTISED = ("recipe", "smooth", "w3", "head", "bf16_first", "bf16_last")
+RECIPE_FIELDS = ("amax_history_len", "amax_compute_algo", "margin", "bias", "rounding",
+                 "fprop", "dgrad", "wgrad")  # fmt: skip
+
+# Published sizes, n_layer, n_head, n_kv_head, n_embd and hidden: those that arXiv 2309.17224
+# fine-tunes and evaluates, Cerebras-GPT's and Llama 2's.
+_GPT = dict(family="gpt2", block_size=2048)
+_LLAMA2 = dict(family="llama", block_size=4096)
+SIZES = {
+    name: base | dict(zip(("n_layer", "n_head", "n_kv_head", "n_embd", "hidden"), numbers))
+    for name, base, *numbers in (
+        ("gpt-111m", _GPT, 10, 12, 12, 768, 3072),
+        ("gpt-590m", _GPT, 18, 12, 12, 1536, 6144),
+        ("gpt-1.3b", _GPT, 24, 16, 16, 2048, 8192),
+        ("gpt-6.7b", _GPT, 32, 32, 32, 4096, 16384),
+        ("gpt-13b", _GPT, 40, 40, 40, 5120, 20480),
+        ("llama2-7b", _LLAMA2, 32, 32, 32, 4096, 11008),
+        ("llama2-13b", _LLAMA2, 40, 40, 40, 5120, 13824),
+    )
+}
+
+
+def triple(text):
+    """ "3" or "0/0/3" -> integers for x, w and g."""
+    parts = text.split("/") * (1 if "/" in text else 3)
+    if len(parts) != 3 or not all(re.fullmatch(r"[+-]?\d{1,2}", p) for p in parts):
+        raise ValueError("a whole number, or three as x/w/g")
+    return tuple(map(int, parts))
+
+
+def scaling(text):
+    """ "8/1/4/8192" -> (factor, low, high, old context) of Llama 3's rotary positions."""
+    try:
+        factor, low, high, old = map(float, text.split("/"))
+    except ValueError:
+        factor = 0
+    if factor < 1 or not 0 < low < high or old < 1:
+        raise ValueError("factor/low/high/old context, as 8/1/4/8192")
+    return factor, low, high, old
+
+
+def model_config(c, vocab_size):
+    """The GPTConfig of a configuration, train.py's Config or a dictionary of its fields."""
+    c = c if isinstance(c, dict) else vars(c)
+    changed = {n: c[n] for n in RECIPE_FIELDS if c.get(n) is not None}
+    changed |= {n: triple(changed[n]) for n in ("margin", "bias") if n in changed}
+    names = {f.name for f in fields(GPTConfig)} - {"recipe", "vocab_size"}
+    model = {n: c[n] for n in names if c.get(n) is not None}
+    try:
+        if "rope_scaling" in model:
+            model["rope_scaling"] = scaling(model["rope_scaling"])
+        recipe = replace(RECIPES[c["recipe"]], **changed)
+        return GPTConfig(vocab_size=vocab_size, recipe=recipe, **model)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+# ------------------------------------------------------------------------------------------------
+# A run as a source: `fields` are those of train.py's Config, `fill(model)` gives a GPT its weights
+
+
+def read_checkpoint(directory):
+    """The state that train.py saved. Raises UserError, also for a file cut short or foreign."""
+    path = Path(directory) / "ckpt.pt"
+    if not path.is_file():
+        raise UserError(f"there is no checkpoint at {path}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        needed = {"model", "optimizer", "step", "rng", "tokenizer", "vocab_size", "config"}
+        if needed <= state.keys():
+            return state
+        raise ValueError
+    except Exception as error:  # cut short, foreign, not a zip: torch has many errors for it
+        raise UserError(f"{path} is no checkpoint of train.py: {type(error).__name__}") from None
+
+
+class Run:
+    """A directory of train.py."""
+
+    def __init__(self, directory):
+        state = read_checkpoint(directory)
+        self.weights, self.fields = state["model"], dict(state["config"])
+        self.tokenizer, self.vocab_size = state["tokenizer"], state["vocab_size"]
+        self.what = f"{self.fields['recipe']}, step {state['step']}"
+
+    def fill(self, model, pin=False):
+        load_weights(model, self.weights)
+
+
+def load_weights(model, weights):
+    """A state dictionary into a model of the same shape and perhaps another recipe: an amax history
+    goes where one is kept, its newest entries where it is shorter there."""
+    own = model.state_dict()
+    histories = {k for k in {*own, *weights} if k.endswith("amax_history")}
+    for name in sorted({*own, *weights} - histories):
+        if name not in own or name not in weights:
+            where = "the checkpoint has" if name in weights else "the model needs"
+            raise UserError(f"the checkpoint does not fit: {where} a tensor {name} more")
+        if name == "wpe.weight":  # of a longer context
+            weights = weights | {name: weights[name][: len(own[name])]}
+        if own[name].shape != weights[name].shape:
+            shapes = f"{tuple(weights[name].shape)}, not {tuple(own[name].shape)}"
+            raise UserError(f"the checkpoint does not fit: tensor {name} is {shapes}")
+    with torch.no_grad():
+        for name in own.keys() & weights.keys():
+            n = min(len(own[name]), len(weights[name])) if name in histories else None
+            own[name][:n].copy_(weights[name][:n])
