@@ -9,7 +9,7 @@ weights. Losses alone tell these arms badly apart, so every step also measures w
 how much of v the cast makes zero, the largest updates in units of the learning rate, and at the end
 how far the moments are from exact ones that saw the same gradients.
 
-    python tests/claims/adam_formats.py         6 to 9 minutes on 2 cores of an AMD EPYC
+    python tests/claims/adam_formats.py         7 minutes on 2 cores of an AMD EPYC
 """
 
 import functools

@@ -11,7 +11,7 @@ training on validation batches. Then the same recipe with the amaxes of every 10
 step (in 600: of the first) held until the next: scales grow stale, and what outgrows them is
 clipped. One more arm takes each of the first 100 steps and then every 100th.
 
-    python tests/claims/bias_over_time.py
+    python tests/claims/bias_over_time.py       5 minutes on 2 cores of an AMD EPYC
 """
 
 import functools

@@ -12,7 +12,7 @@ nor gradients change; only an amax sees it. Evaluation is never injected. It is 
 arm's own FP8 with its scales as they stand (the last spike is 12 steps old: a history of 16 has not
 forgotten it), and in BF16, which judges the weights alone.
 
-    python tests/claims/delayed_or_current.py
+    python tests/claims/delayed_or_current.py   8 minutes on 2 cores of an AMD EPYC
 """
 
 import math
