@@ -471,7 +471,7 @@ def inherit(source, given, single):
             raise UserError(
                 f"{n} is {getattr(config, n)} in {given['init_from']}: it cannot change"
             )
-    names = [*SHAPE, *QUANTISED, "block_size", "data"]
+    names = [*SHAPE, *QUANTISED, "block_size", "data", "batch_size", "eval_batches"]
     if single and given.get("recipe", theirs["recipe"]) == theirs["recipe"]:
         names += RECIPE_FIELDS
     taken = {n: theirs[n] for n in names if theirs.get(n) is not None}

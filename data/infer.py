@@ -155,7 +155,7 @@ def post_training(source, configs, held_out, calibration):
             perplexity = math.exp(loss) if loss < 700 else math.inf
             row = [name, how, f"{loss:.4f}", f"{perplexity:.3f}", f"{loss - base[0]:+.4f}"]
             rows.append([*row, f"{accuracy:.2%}", f"{part:.2%}"])
-            below += [] if part >= ENOUGH else [f"{name} ({how})"]
+            below += [f"{name} ({how})"] if part < ENOUGH else []
     print_table(rows)
     verdict = f"all but {', '.join(below)} keep" if below else "all keep"
     print(f"\n{verdict} {ENOUGH:.1%} of BF16's accuracy, the criterion of arXiv 2309.17224")
