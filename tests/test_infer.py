@@ -109,7 +109,7 @@ def test_calibration_fills_the_histories_and_nothing_else(recipe):
 
 
 def test_a_score_is_the_loss_and_the_share_of_likeliest_tokens():
-    model, (x, y) = model_of("bf16"), next(batches(1))
+    model, (x, y) = model_of("bf16"), (t.clone() for t in next(batches(1)))
     logits, loss = model(x, y)
     for i in range(10):  # of 96 tokens the model guesses at least these
         y[0, i] = logits[0, i].argmax()
