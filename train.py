@@ -35,18 +35,21 @@ from pathlib import Path
 import torch
 
 import fp8gpt
+from data import distributed
 from data.bench import ADVISED, advise, bench, can_compile
 from data.checkpoint import (
     QUANTISED,
     RECIPE_FIELDS,
     SHAPE,
     SIZES,
+    Run,
     load_weights,
     model_config,
     read_checkpoint,
     scaling,
     triple,
-)
+    write_checkpoint,
+)  # fmt: skip
 from data.convert import open_source
 from data.infer import post_training, write_text
 from data.prepare import Corpus, UserError
@@ -64,6 +67,7 @@ class Config:
     seed: int = 1337  # of the initial weights, the batches and the sample
     device: str = "auto"  # cpu, cuda, or auto: cuda where torch can use it
     threads: int = 0  # CPU threads; 0: torch's own choice
+    fsdp: bool = False  # with torchrun: weights, gradients and moments in shards (FSDP2)
     compile: bool = False  # torch.compile the blocks: faster, after a warm-up
     out: str = "out"  # directory for runs
     init_from: str | None = None  # start from this run's weights, or a Hugging Face directory's
@@ -116,7 +120,7 @@ class Config:
     steps: int = 300  # optimizer steps
     batch_size: int = 8  # sequences in a micro-batch
     accum: int = 1  # micro-batches in a step
-    eval_every: int = 100  # steps between evaluations
+    eval_every: int = 100  # steps between evaluations, each with a checkpoint
     eval_batches: int = 20  # batches in an evaluation
     max_skips: int = 5  # stop after this many non-finite steps in a row
     monitor: int = 0  # steps between looks inside: monitor.jsonl and monitor.png; 0: none
@@ -130,7 +134,8 @@ GPU_PRESET = dict(
 FIELDS = {f.name: f for f in fields(Config)}
 FP8ADAM_FIELDS = ["m_fmt", "v_fmt", "adam_block", "stochastic_rounding", "master"]
 COMMON_FIELDS = [
-    "device", "threads", "out", "seed", "data", "tokenizer", "block_size", "init_from", "size"
+    "device", "threads", "fsdp", "out", "seed", "data", "tokenizer", "block_size", "init_from",
+    "size",
 ]  # fmt: skip
 FORMATS = {f.name: f for f in (E4M3, E5M2)}
 CHOICES = dict(
@@ -227,6 +232,7 @@ def parse_command_line(argv):
     add("--bench", action="store_true", help="time a training step of every recipe")
     add("--advise", action="store_true", help="which recipe pays here, at this --n-embd: a minute")
     add("--resume", metavar="DIR", help="continue the run in this directory")
+    add("--older", action="store_true", help="... from the checkpoint before its last one")
     add("--eval", action="store_true", help="the recipes on the weights of --init-from: a table")
     add("--calibrate", metavar="N", help="batches that static activation scales are from (8)")
     add("--sample", metavar="TEXT", help="prompt of the sample at the end; with --init-from: only")
@@ -252,6 +258,8 @@ def parse_command_line(argv):
             raise UserError("--recipe and --sample go with a single run")
     if args.eval and "init_from" not in given:
         raise UserError("--eval evaluates the weights of a run or an export: give --init-from")
+    if args.older and not args.resume:
+        raise UserError("--older chooses a checkpoint for --resume")
     if args.resume and "init_from" in given:
         raise UserError("--resume goes on with a run, --init-from starts one: choose one")
     args.generate = args.sample is not None and "init_from" in given
@@ -340,14 +348,13 @@ def flops_per_token(model, T=None):
 
 
 class Arm:
-    """vocab_size: of a checkpoint; else the corpus has it. source: where the weights come from."""
+    """source: of data/checkpoint.py or data/convert.py, where the weights come from."""
 
-    def __init__(self, c, corpus, device, vocab_size=None, source=None):
+    def __init__(self, c, corpus, device, source=None):
         self.c, self.corpus, self.device, self.step, self.skipped = c, corpus, device, 0, 0
         if source:
-            vocab_size = source.vocab_size
             check_tokenizer(source.tokenizer, corpus)
-        config = model_config(c, vocab_size or corpus.vocab_size)
+        config = model_config(c, source.vocab_size if source else corpus.vocab_size)
         if corpus.vocab_size > config.vocab_size:
             many = f"{corpus.vocab_size} ids, the model {config.vocab_size}"
             raise UserError(f"tokenizer {corpus.tokenizer} has {many}")
@@ -358,7 +365,9 @@ class Arm:
             raise UserError(f"this model does not fit: {str(error).splitlines()[0]}") from None
         if source:
             source.fill(self.model)
+        self.wrapped = distributed.wrap(self.model, c.fsdp)
         groups, betas = param_groups(self.model, c.weight_decay), (c.beta1, c.beta2)
+        self.shards = distributed.Shards(groups) if c.fsdp else None
         if c.optimizer == "fp8adam":
             fp8 = dict(m_fmt=FORMATS[c.m_fmt], v_fmt=FORMATS[c.v_fmt], block=c.adam_block)
             fp8 |= dict(stochastic_rounding=c.stochastic_rounding, master=c.master)
@@ -391,17 +400,23 @@ class Arm:
         for group in optimizer.param_groups:
             group["lr"] = self.lr()
         total = torch.zeros((), device=self.device)
-        with model.weights_cast() if c.accum > 1 else contextlib.nullcontext():
-            for micro in range(c.accum):
-                loss = model(*self.batch("train", c.seed, self.step, micro))[1] / c.accum
-                (loss * c.loss_scale).backward()
+        micros = range(distributed.rank(), c.accum, distributed.size())  # this process's
+        with model.weights_cast() if len(micros) > 1 else contextlib.nullcontext():
+            for i in micros:
+                with distributed.micro_batch(self.wrapped, i == micros[-1]):
+                    loss = self.wrapped(*self.batch("train", c.seed, self.step, i))[1] / c.accum
+                    (loss * c.loss_scale).backward()
                 total += loss.detach()
+        distributed.total(total)
         params = [p for p in model.parameters() if p.grad is not None]
-        if c.loss_scale != 1:
-            torch._foreach_mul_([p.grad for p in params], 1 / c.loss_scale)
+        if (scale := distributed.size() / c.loss_scale) != 1:  # they are means over processes
+            torch._foreach_mul_([p.grad for p in params], scale)
         norm = torch.nn.utils.clip_grad_norm_(params, c.grad_clip or math.inf)
+        norm = norm.full_tensor() if self.shards else norm
         loss, norm = torch.stack((total, norm)).tolist()  # the one wait for the device
         finite = math.isfinite(loss) and math.isfinite(norm)
+        if self.shards:
+            self.shards.take_gradients()
         if finite:
             optimizer.step()
             self.step += 1
@@ -419,26 +434,34 @@ class Arm:
     @torch.no_grad()
     def evaluate(self):
         """Mean validation loss, nats a token, on the same batches for every arm and step."""
+        losses = torch.zeros(self.c.eval_batches, device=self.device)
         self.model.eval()
         with self.model.weights_cast():
-            batches = (self.batch("val", 0, i) for i in range(self.c.eval_batches))
-            loss = torch.stack([self.model(x, y)[1] for x, y in batches]).mean().item()
+            for i in range(self.c.eval_batches):  # sharded, all of them have to gather each block
+                if self.shards or i % distributed.size() == distributed.rank():
+                    losses[i] = self.model(*self.batch("val", 0, i))[1]
         self.model.train()
-        return loss
+        return (losses if self.shards else distributed.total(losses)).mean().item()
 
     def save(self, path):
         generator = torch.cuda if self.device.type == "cuda" else torch  # rounds stochastically
         state = dict(config=asdict(self.c), step=self.step, rng=generator.get_rng_state())
-        state |= dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
+        moments = self.shards.whole(self.optimizer) if self.shards else self.optimizer.state_dict()
+        state |= dict(model=distributed.whole_weights(self.model), optimizer=moments)
         state |= dict(tokenizer=self.corpus.tokenizer, vocab_size=self.model.config.vocab_size)
-        write_whole(path, lambda aside: torch.save(state, aside))
+        if distributed.rank() == 0:
+            write_checkpoint(state, path)
 
     def restore(self, state):
         check_tokenizer(state["tokenizer"], self.corpus)
         flags = [{k: g[k] for k in ("weight_decay", "betas")} for g in self.optimizer.param_groups]
         try:
-            load_weights(self.model, state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            moments = state["optimizer"]
+            if self.shards:  # weights were loaded before they were sharded
+                moments = self.shards.part(self.optimizer, moments)
+            else:
+                load_weights(self.model, state["model"])
+            self.optimizer.load_state_dict(moments)
             self.step = int(state["step"])
             (torch.cuda if self.device.type == "cuda" else torch).set_rng_state(state["rng"])
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -453,9 +476,9 @@ def check_tokenizer(name, corpus):
         raise UserError(f"the checkpoint speaks {name}, not {corpus.tokenizer}")
 
 
-def load_checkpoint(directory):
+def load_checkpoint(directory, older=False):
     """-> (state, its Config)"""
-    state = read_checkpoint(directory)
+    state = read_checkpoint(directory, older)
     try:
         return state, Config(**{n: convert(n, str(v)) for n, v in state["config"].items()})
     except Exception as error:  # fields of another program
@@ -482,18 +505,24 @@ def fit(arm, out, label):
     """Train to the end or to Ctrl-C -> (a row for each step, whether it was Ctrl-C)."""
     from tqdm import tqdm
 
-    c, rows = arm.c, []
+    c, rows, writes = arm.c, [], distributed.rank() == 0
     tokens = c.batch_size * c.block_size * c.accum
-    quiet = not sys.stderr.isatty()
+    quiet = not sys.stderr.isatty() or not writes
     bar = tqdm(total=c.steps, initial=arm.step, desc=label, disable=quiet, dynamic_ncols=True)
-    stop, before = [], signal.getsignal(signal.SIGINT)  # Ctrl-C fills it; a second one ends all
-    signal.signal(signal.SIGINT, lambda *_: stop.append(signal.signal(signal.SIGINT, before)))
+    stop = []  # a signal fills it; a second one ends all
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    for s in before:
+        signal.signal(s, lambda s, _: stop.append(s) or signal.signal(s, before[s]))
     arm.model.train()
-    path = out / "steps.jsonl"  # a resumed run keeps the rows up to its checkpoint
-    kept = path.read_text().splitlines(keepends=True)[: arm.step]
-    write_whole(path, lambda aside: aside.write_text("".join(kept)))
-    with open(path, "a") as log, Monitor(arm, out) as monitor, bar:
-        while arm.step < c.steps and not stop:
+    if arm.step == 0:
+        arm.save(out / "ckpt.pt")  # so that it can be resumed from the first instant on
+    path = out / "steps.jsonl" if writes else Path(os.devnull)
+    if writes:  # a resumed run keeps the rows up to its checkpoint
+        kept = path.read_text().splitlines(keepends=True)[: arm.step]
+        write_whole(path, lambda aside: aside.write_text("".join(kept)))
+    look = Monitor(arm, out) if writes else contextlib.nullcontext()
+    with open(path, "a") as log, look as monitor, bar:
+        while arm.step < c.steps and not distributed.anywhere(stop, arm.device):
             start, lr = time.perf_counter(), arm.lr()
             loss, norm = arm.train_step()
             seconds = time.perf_counter() - start
@@ -503,22 +532,31 @@ def fit(arm, out, label):
             speed = f"{tokens / seconds:,.0f} tokens/s"
             bar.set_postfix_str(f"loss {loss:.3f}, {speed}")
             bar.update()
-            monitor.after_step()
-            if arm.step % c.eval_every == 0 or arm.step == c.steps:
+            if writes:
+                monitor.after_step()
+            due = arm.step % c.eval_every == 0 or arm.step == c.steps
+            if due:
                 row["val_loss"] = arm.evaluate()
+            rows.append(row)
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            if due:  # after its row: a resumed run finds one for each of its steps
                 arm.save(out / "ckpt.pt")
                 if quiet:
                     losses = f"loss {loss:.4f}, val loss {row['val_loss']:.4f}"
                     print(f"{label}: step {arm.step}/{c.steps}, {losses}, {speed}", flush=True)
-            rows.append(row)
-            log.write(json.dumps(row) + "\n")
-            log.flush()
-    signal.signal(signal.SIGINT, before)
+        if arm.step < c.steps:
+            arm.save(out / "ckpt.pt")
+            stop = stop or [signal.SIGTERM]  # another process's
+    for s in before:
+        signal.signal(s, before[s])
+    if signal.SIGTERM in stop:
+        print(f"terminated at step {arm.step}: --resume {out} goes on")
+        sys.exit(128 + signal.SIGTERM)
     if stop:
-        print(f"interrupted at step {arm.step}: evaluating what is there")
+        print(f"interrupted at step {arm.step}: evaluating what is there; --resume {out} goes on")
     if rows and "val_loss" not in rows[-1]:
         rows[-1]["val_loss"] = arm.evaluate()
-        arm.save(out / "ckpt.pt")
     return rows, bool(stop)
 
 
@@ -572,18 +610,32 @@ def announce(arm):
 def train(c, given, args, device, device_line, source):
     state = None
     if args.resume:
-        state, saved = load_checkpoint(args.resume)
+        state, saved = load_checkpoint(args.resume, args.older)
         c = replace(saved, **given)
-        if (was := (saved.recipe, saved.optimizer)) != (c.recipe, c.optimizer):
-            raise UserError(f"--resume continues {' with '.join(was)}; neither can change")
+        if saved.optimizer != c.optimizer:
+            raise UserError(f"--resume continues with {saved.optimizer}: that cannot change")
         if state["step"] >= c.steps:
             raise UserError(f"this run has done its {state['step']} steps: give a larger --steps")
+        source = Run(args.resume, state)
     warn_ignored(c, given)
-    corpus = Corpus(c.data, c.tokenizer, c.block_size)
-    arm = Arm(c, corpus, device, state and state["vocab_size"], source)
-    out = make_dir(Path(args.resume or Path(c.out) / c.recipe))
+    if c.fsdp and not distributed.joined():
+        raise UserError(
+            "--fsdp shards a model over processes: torchrun --nproc_per_node=N train.py"
+        )
+    if c.fsdp and c.monitor:
+        raise UserError("--monitor looks at whole weights, which no process has with --fsdp")
+    if c.accum % (size := distributed.size()):
+        raise UserError(f"accum {c.accum} is no multiple of {size}, the number of processes")
+    with distributed.first_alone():
+        corpus = Corpus(c.data, c.tokenizer, c.block_size)
+    arm = Arm(c, corpus, device, source)
+    out = Path(args.resume or Path(c.out) / c.recipe)
+    if distributed.rank() == 0:
+        make_dir(out)
     if state:
         arm.restore(state)
+        changed = f" -> {c.recipe}" if c.recipe != saved.recipe else ""
+        print(f"resume   {args.resume}: {saved.recipe}, step {arm.step}{changed}")
     announce(arm)
     start = time.perf_counter()
     rows, _ = fit(arm, out, c.recipe)
@@ -594,6 +646,9 @@ def train(c, given, args, device, device_line, source):
         rows[-1]["val_loss"],
         time.perf_counter() - start,
     )
+    text = write_text(arm.model, corpus.tokenizer, c.seed, args) if math.isfinite(val_loss) else ""
+    if distributed.rank():
+        return
     used, size = flops_utilisation(arm, speed), memory(arm)
     report = dict(step=arm.step, val_loss=val_loss, tokens_per_s=speed, mfu=used, seconds=seconds)
     report |= dict(memory_bytes=size, config=asdict(c), machine=machine(device_line))
@@ -602,9 +657,7 @@ def train(c, given, args, device, device_line, source):
     used = "n/a" if used is None else f"{used:.1%}"
     print(f"result   val loss {val_loss:.4f}, {speed:,.0f} tokens/s, MFU {used},", end=" ")
     print(f"{size / 1e6:.0f} MB, {seconds:.0f} s; see {out}/")
-    if math.isfinite(val_loss):
-        text = write_text(arm.model, corpus.tokenizer, c.seed, args)
-        print("sample   " + repr(text))
+    print("sample   " + repr(text))
 
 
 def compare(c, given, args, device, device_line, source):
@@ -626,7 +679,7 @@ def compare(c, given, args, device, device_line, source):
                 break
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            arm = Arm(replace(a["config"], seed=seed), corpus, device, None, source)
+            arm = Arm(replace(a["config"], seed=seed), corpus, device, source)
             run = re.sub(r"[^\w.,=-]", "_", a["name"]) + f"-{seed}"
             rows, stopped = fit(arm, make_dir(Path(c.out) / "compare" / run), a["name"])
             if not rows:
@@ -689,13 +742,16 @@ def main(argv):
     if given.get("threads"):
         torch.set_num_threads(given["threads"])
     device, device_line = pick_device(given.get("device", "auto"))
+    device = distributed.join(device)
+    if distributed.joined() and (args.compare or args.bench or args.advise or args.eval):
+        raise UserError("several processes train one run: give --recipe, not another command")
     print(f"machine  {device_line}; torch {torch.__version__}")
     known = GPU_PRESET if device.type == "cuda" else {}
     known = known | SIZES.get(given.get("size"), {})
     source = open_source(given["init_from"]) if "init_from" in given else None
     if source:
         known |= inherit(source, given, not args.compare)
-    c = Config(**(known | given))
+    c = Config(**(dict(accum=distributed.size()) | known | given))  # a micro-batch for each process
     if source:
         changed = not (args.compare or args.eval) and c.recipe != source.fields["recipe"]
         print(f"init     {c.init_from}: {source.what}{f' -> {c.recipe}' * changed}")
@@ -719,14 +775,21 @@ def main(argv):
         train(c, given, args, device, device_line, source)
 
 
-if __name__ == "__main__":
+def run_main(argv):
+    """`main`, with a sentence and an exit code for what can go wrong."""
+    say = f"train.py{f', process {n}' if (n := int(os.environ.get('RANK', 0))) else ''}: "
     try:
-        main(sys.argv[1:])
+        main(argv)
     except (UserError, OSError) as error:
-        sys.exit(print(f"train.py: {error}", file=sys.stderr) or 2)
+        sys.exit(print(f"{say}{error}", file=sys.stderr) or 2)
     except KeyboardInterrupt:
         sys.exit(130)
     except (MemoryError, RuntimeError) as error:
+        distributed.leave_if_alone(error, say)
         if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
             raise
-        sys.exit(print("train.py: out of memory; try a smaller --batch-size", file=sys.stderr) or 2)
+        sys.exit(print(f"{say}out of memory; try a smaller --batch-size", file=sys.stderr) or 2)
+
+
+if __name__ == "__main__":
+    run_main(sys.argv[1:])

@@ -1,5 +1,6 @@
 """What a run of train.py leaves: its configuration, its checkpoint, and a model from them."""
 
+import os
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -72,29 +73,61 @@ def model_config(c, vocab_size):
 
 
 # ------------------------------------------------------------------------------------------------
-# A run as a source: `fields` are those of train.py's Config, `fill(model)` gives a GPT its weights
+# Checkpoints: ckpt.pt, and the one before it
+
+NEEDED = {"model", "optimizer", "step", "rng", "tokenizer", "vocab_size", "config"}
 
 
-def read_checkpoint(directory):
+def write_checkpoint(state, path):
+    """Write aside, sync, rename: at every instant `path` is whole or not there, and once it was
+    there it stays; what it was before is kept beside it."""
+    aside, link = path.with_name("ckpt.tmp"), path.with_name("ckpt.link")
+    try:
+        with open(aside, "wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        if path.exists():
+            link.unlink(missing_ok=True)
+            os.link(path, link)  # a second name for the same file
+            os.replace(link, path.with_name("ckpt.old.pt"))
+        os.replace(aside, path)
+        if os.name == "posix":  # the names themselves
+            directory = os.open(path.parent, os.O_RDONLY)
+            os.fsync(directory)
+            os.close(directory)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        aside.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {str(error).splitlines()[0]}") from None
+
+
+def read_checkpoint(directory, older=False):
     """The state that train.py saved. Raises UserError, also for a file cut short or foreign."""
-    path = Path(directory) / "ckpt.pt"
+    path = Path(directory) / ("ckpt.old.pt" if older else "ckpt.pt")
+    before = "" if older or not path.with_name("ckpt.old.pt").is_file() else OFFER
     if not path.is_file():
-        raise UserError(f"there is no checkpoint at {path}")
+        raise UserError(f"there is no checkpoint at {path}{before}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        needed = {"model", "optimizer", "step", "rng", "tokenizer", "vocab_size", "config"}
-        if needed <= state.keys():
+        if NEEDED <= state.keys():
             return state
         raise ValueError
     except Exception as error:  # cut short, foreign, not a zip: torch has many errors for it
-        raise UserError(f"{path} is no checkpoint of train.py: {type(error).__name__}") from None
+        what = f"{path} is no checkpoint of train.py: {type(error).__name__}"
+        raise UserError(what + before) from None
+
+
+OFFER = "; the one before it is there, too: --older goes on from that"
+
+# ------------------------------------------------------------------------------------------------
+# A run as a source: `fields` are those of train.py's Config, `fill(model)` gives a GPT its weights
 
 
 class Run:
     """A directory of train.py."""
 
-    def __init__(self, directory):
-        state = read_checkpoint(directory)
+    def __init__(self, directory, state=None):
+        state = state or read_checkpoint(directory)
         self.weights, self.fields = state["model"], dict(state["config"])
         self.tokenizer, self.vocab_size = state["tokenizer"], state["vocab_size"]
         self.what = f"{self.fields['recipe']}, step {state['step']}"

@@ -84,6 +84,9 @@ def memory(arm):
     and what backward keeps."""
     if arm.device.type == "cuda":
         return torch.cuda.max_memory_allocated(arm.device)
+    if arm.shards:  # this process's, without activations
+        states = [t for s in arm.optimizer.state.values() for t in s.values()]
+        return sum(t.nbytes for t in [*states, *(shard for _, shard in arm.shards.pairs)])
     params = list(arm.model.parameters())
     owned, saved = {p.untyped_storage().data_ptr() for p in params}, {}
 
