@@ -17,3 +17,15 @@ torch.set_num_threads(1)  # several small processes on few cores: more threads a
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A prepared directory of a few kilobytes."""
+    root = tmp_path_factory.mktemp("corpus")
+    source = "".join(p.read_text() for p in sorted((ROOT / "data").glob("*.py")))
+    (root / "text.txt").write_text(source)
+    from data.prepare import prepare
+
+    prepare("file", root / "text.txt", out=root / "text")
+    return root / "text"

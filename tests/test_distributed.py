@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from peer_distributed import train as alone
-from test_train import ROOT, TINY, text  # noqa: F401  (a fixture)
+from test_train import ROOT, TINY
 
 import train
 from data.prepare import UserError
@@ -71,7 +71,7 @@ FAST = [
 ]
 
 
-def test_two_processes_train_as_one_does(text, tmp_path):  # noqa: F811
+def test_two_processes_train_as_one_does(text, tmp_path):
     jobs = [dict(data=str(text), **job) for job in FAST]
     for job, ranks in zip(jobs, together(2, tmp_path / "2", jobs)):
         one = check(2, job, ranks)
@@ -79,7 +79,7 @@ def test_two_processes_train_as_one_does(text, tmp_path):  # noqa: F811
         assert one["losses"][-1] < one["losses"][0] - 0.2
 
 
-def test_a_checkpoint_goes_on_among_another_number_of_processes(text, tmp_path):  # noqa: F811
+def test_a_checkpoint_goes_on_among_another_number_of_processes(text, tmp_path):
     """One to two, two to one, whole to shards and back; FP8 moments, too."""
     for optimizer, far in (("adamw", ORDER), ("fp8adam", SHARD_TILES)):
         job = dict(data=str(text), text=f"delayed,optimizer={optimizer}", accum=2)
@@ -101,7 +101,7 @@ def test_a_checkpoint_goes_on_among_another_number_of_processes(text, tmp_path):
 @pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "fp8adam"])
 def test_every_recipe_trains_in_several_processes_as_in_one(
-    n, fsdp, optimizer, text, tmp_path, record_property  # noqa: F811
+    n, fsdp, optimizer, text, tmp_path, record_property
 ):  # fmt: skip
     jobs = [dict(data=str(text), text=f"{r},optimizer={optimizer}", accum=4, loud=8)
             | (dict(fsdp=True) if fsdp else {}) for r in RECIPES]  # fmt: skip
@@ -109,11 +109,11 @@ def test_every_recipe_trains_in_several_processes_as_in_one(
         check(n, job, ranks)
 
 
-def flags(text, out, *more):  # noqa: F811
+def flags(text, out, *more):
     return [ROOT / "train.py", *TINY, "--data", text, "--out", out, "--recipe", "delayed", *more]
 
 
-def test_only_rank_0_writes_and_termination_leaves_a_checkpoint(text, tmp_path):  # noqa: F811
+def test_only_rank_0_writes_and_termination_leaves_a_checkpoint(text, tmp_path):
     """The command itself: stopped by SIGTERM, resumed by one process."""
     started = torchrun(2, *flags(text, tmp_path, "--steps", 100000), wait=False)
     rows = tmp_path / "delayed" / "steps.jsonl"
@@ -132,7 +132,7 @@ def test_only_rank_0_writes_and_termination_leaves_a_checkpoint(text, tmp_path):
     train.main(["--resume", str(tmp_path / "delayed"), "--steps", str(state["step"] + 2)])
 
 
-def test_a_process_that_dies_ends_the_job_with_a_message(text, tmp_path):  # noqa: F811
+def test_a_process_that_dies_ends_the_job_with_a_message(text, tmp_path):
     code = (
         "import os, sys, train; from data import distributed\n"
         "step = train.Arm.train_step\n"
@@ -158,6 +158,6 @@ def test_a_process_that_dies_ends_the_job_with_a_message(text, tmp_path):  # noq
     (["--fsdp"], "shards a model over processes"),
     (["--compare", "bf16,fsdp=true"], "same for all arms"),
 ])  # fmt: skip
-def test_a_mistake_is_one_sentence(argv, says, text):  # noqa: F811
+def test_a_mistake_is_one_sentence(argv, says, text):
     with pytest.raises(UserError, match=says):
         train.main([*TINY, "--data", str(text), *argv])

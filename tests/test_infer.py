@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_train import TINY, run, text  # noqa: F401  (a fixture)
+from test_train import TINY, run
 
 import train
 from data.infer import ENOUGH, calibrate, generate, score, static
@@ -120,7 +120,7 @@ def test_a_score_is_the_loss_and_the_share_of_likeliest_tokens():
 
 
 @pytest.fixture(scope="module")
-def trained(text, tmp_path_factory):  # noqa: F811
+def trained(text, tmp_path_factory):
     """A bf16 run and its flags."""
     out = tmp_path_factory.mktemp("runs")
     flags = [*TINY, "--data", str(text), "--out", str(out)]
@@ -204,7 +204,7 @@ def test_a_sample_from_a_run_is_the_one_at_its_end_and_at_0_always_the_same(trai
     (["--rope-scaling", "8/1/4"], "factor/low/high"),
     (["--size", "gpt-5"], "size 'gpt-5' is unknown"),
 ])  # fmt: skip
-def test_a_mistake_is_one_sentence(trained, flags, says, text):  # noqa: F811
+def test_a_mistake_is_one_sentence(trained, flags, says, text):
     flags = [f.format(run=trained / "bf16", out=trained) for f in flags]
     data = ["--data", str(text.parent / "text.txt")] if "gpt2x" in flags else []
     with pytest.raises(UserError, match=says) as e:

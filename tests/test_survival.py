@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from test_train import ROOT, TINY, arm, equal, state_of, text  # noqa: F401  (a fixture)
+from test_train import ROOT, TINY, arm, equal, state_of
 
 import train
 from data import checkpoint
@@ -52,7 +52,7 @@ def test_a_kill_at_any_instant_of_a_write_leaves_a_whole_checkpoint(
     at,
     text,
     tmp_path,
-    monkeypatch,  # noqa: F811
+    monkeypatch,
 ):
     """Before and after each thing that happens to the disk; in half a file, too."""
     path, a = tmp_path / "ckpt.pt", arm(text)
@@ -114,7 +114,7 @@ def run_with_kills(flags, out, kills, rng):
         return killed
 
 
-def check_kills(recipe, text, tmp_path, kills, steps, seed):  # noqa: F811
+def check_kills(recipe, text, tmp_path, kills, steps, seed):
     """Killed and never killed: the same bits in the last checkpoint, a row for every step."""
     more = ["--smooth", "channel"] if recipe == "delayed" else []
     flags = [*TINY, "--data", text, "--recipe", recipe, "--steps", steps, "--eval-every", 1, *more]
@@ -132,21 +132,21 @@ def check_kills(recipe, text, tmp_path, kills, steps, seed):  # noqa: F811
     return killed
 
 
-def test_a_run_that_is_killed_and_resumed_has_the_bits_of_one_that_was_not(text, tmp_path):  # noqa: F811
+def test_a_run_that_is_killed_and_resumed_has_the_bits_of_one_that_was_not(text, tmp_path):
     """A checkpoint in every step, so that the kill falls into a write about as often as not."""
     assert check_kills("delayed", text, tmp_path, 1, 16, 0) == 1
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("recipe", list(RECIPES))
-def test_kills_at_random_instants_change_no_bit(recipe, text, tmp_path, record_property):  # noqa: F811
+def test_kills_at_random_instants_change_no_bit(recipe, text, tmp_path, record_property):
     killed = check_kills(recipe, text, tmp_path, 4, 150, recipe)
     record_property("kills", killed)
     assert killed >= 3  # of 8 recipes: at least 24
 
 
 @pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143)])
-def test_termination_leaves_a_checkpoint_of_the_step_and_goes_on(signum, code, text, tmp_path):  # noqa: F811
+def test_termination_leaves_a_checkpoint_of_the_step_and_goes_on(signum, code, text, tmp_path):
     flags = [*TINY, "--data", text, "--recipe", "current", "--out", tmp_path]
     process = subprocess.Popen(command(*flags, "--steps", 100000), stdout=subprocess.PIPE)
     rows = tmp_path / "current" / "steps.jsonl"
@@ -162,7 +162,7 @@ def test_termination_leaves_a_checkpoint_of_the_step_and_goes_on(signum, code, t
     assert rows.read_text().count("\n") == done + 2
 
 
-def test_a_bad_checkpoint_offers_the_one_before_it(text, tmp_path, capsys):  # noqa: F811
+def test_a_bad_checkpoint_offers_the_one_before_it(text, tmp_path, capsys):
     flags = [*TINY, "--data", str(text), "--recipe", "mxfp8", "--out", str(tmp_path)]
     train.main([*flags, "--steps", "4", "--eval-every", "2"])
     path = tmp_path / "mxfp8" / "ckpt.pt"
@@ -179,7 +179,7 @@ def test_a_bad_checkpoint_offers_the_one_before_it(text, tmp_path, capsys):  # n
         train.main(resume)
 
 
-def test_a_run_goes_on_in_another_recipe_and_with_another_history(text, tmp_path, capsys):  # noqa: F811
+def test_a_run_goes_on_in_another_recipe_and_with_another_history(text, tmp_path, capsys):
     flags = [*TINY, "--data", str(text), "--out", str(tmp_path)]
     train.main([*flags, "--recipe", "delayed", "--steps", "4", "--amax-history-len", "8"])
     old = checkpoint.read_checkpoint(tmp_path / "delayed")["model"]
@@ -252,7 +252,7 @@ def finite(a):
     return all(t.float().isfinite().all() for t in [*state, *moments])
 
 
-def under_fire(recipe, optimizer, faults, seed, text, capsys):  # noqa: F811
+def under_fire(recipe, optimizer, faults, seed, text, capsys):
     """Faults at random steps. A skipped step is named and touches nothing; one that is not skipped
     leaves only finite numbers; what came of an exploding step is replaced by what was before it."""
     rng, done = random.Random(seed), dict.fromkeys(KINDS, 0)
@@ -292,14 +292,14 @@ def under_fire(recipe, optimizer, faults, seed, text, capsys):  # noqa: F811
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
-def test_faults_at_random_steps_corrupt_nothing(recipe, text, capsys):  # noqa: F811
+def test_faults_at_random_steps_corrupt_nothing(recipe, text, capsys):
     assert min(under_fire(recipe, "fp8adam", 7, 1, text, capsys).values()) == 1
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("optimizer", ["adamw", "fp8adam"])
 @pytest.mark.parametrize("recipe", list(RECIPES))
-def test_many_faults_corrupt_nothing(recipe, optimizer, text, capsys, record_property):  # noqa: F811
+def test_many_faults_corrupt_nothing(recipe, optimizer, text, capsys, record_property):
     done = under_fire(recipe, optimizer, 14, f"{recipe}{optimizer}", text, capsys)
     record_property("faults", sum(done.values()))  # 16 x 14 = 224
 
@@ -318,7 +318,7 @@ def resident():
 
 @pytest.mark.soak
 @pytest.mark.parametrize("recipe", list(RECIPES))
-def test_two_thousand_steps_take_no_more_memory_time_or_files(recipe, text, tmp_path):  # noqa: F811
+def test_two_thousand_steps_take_no_more_memory_time_or_files(recipe, text, tmp_path):
     a = arm(text, recipe=recipe, optimizer="fp8adam", steps=2000, eval_every=100)
     seconds, memory, files = [], [], []
     while a.step < 2000:

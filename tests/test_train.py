@@ -17,22 +17,12 @@ import torch
 import fp8gpt
 import train
 from data import bench
-from data.prepare import Corpus, UserError, prepare
+from data.prepare import Corpus, UserError
 from fp8gpt import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 4 --eval-batches 2".split()
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, eval_batches=2, warmup=3)
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory):
-    """A prepared directory of a few kilobytes."""
-    root = tmp_path_factory.mktemp("corpus")
-    source = "".join(p.read_text() for p in sorted((ROOT / "data").glob("*.py")))
-    (root / "text.txt").write_text(source)
-    prepare("file", root / "text.txt", out=root / "text")
-    return root / "text"
 
 
 def run(*args, **kwargs):
