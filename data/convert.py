@@ -536,6 +536,7 @@ def export(model, directory, fp8, tokenizer):
         if tokenizer and Path(tokenizer).is_file():
             shutil.copy(tokenizer, scratch / "tokenizer.json")
         os.chmod(scratch, 0o755)
+        os.chmod(scratch / "model.safetensors", 0o644)  # its library makes it private
         if out.exists():
             shutil.rmtree(out)
         scratch.rename(out)
