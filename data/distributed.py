@@ -19,8 +19,6 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8gpt import FP8Adam, Quantized, dequantize, quantize
@@ -98,6 +96,8 @@ def leave_if_alone(error, say):
 def wrap(model, fsdp):
     """What a training step calls in place of the model."""
     if fsdp:
+        from torch.distributed.fsdp import fully_shard  # here: it takes a second to import
+
         model.config.checkpoint = True
         model.weights_cast = contextlib.nullcontext  # outside of a block there are only shards
         for block in model.blocks:
@@ -118,6 +118,9 @@ def micro_batch(wrapped, last):
         yield
 
 
+MOMENTS = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), FP8Adam: ("m", "v")}
+
+
 class Shards:
     """This process's shards of the parameters, as parameters of their own: an optimizer that knows
     nothing of DTensors updates them. Tiles of 8-bit moments are tiles of a shard."""
@@ -136,13 +139,12 @@ class Shards:
 
     def whole(self, optimizer):
         """The optimizer's state as one process has it."""
+        from torch.distributed.tensor import DTensor
+
         state = optimizer.state_dict()
-        for i, (p, shard) in enumerate(self.pairs):
+        for i, (p, shard) in enumerate(self.pairs if state["state"] else ()):  # none: no step yet
             kept = self.decoded(optimizer, state["state"].get(i, {}), shard)
-            names = [
-                n for n in ("exp_avg", "exp_avg_sq", "m", "v") if n in NAMES_OF[type(optimizer)]
-            ]
-            for n in names:
+            for n in MOMENTS[type(optimizer)]:
                 t = kept.get(n, torch.zeros_like(shard))
                 where = dict(device_mesh=p.device_mesh, placements=p.placements)
                 shape = dict(shape=p.shape, stride=p.stride())
@@ -152,10 +154,12 @@ class Shards:
 
     def part(self, optimizer, state):
         """The inverse of `whole`."""
+        from torch.distributed.tensor import distribute_tensor
+
         mine = {}
         for i, (p, shard) in enumerate(self.pairs):
             kept = self.decoded(optimizer, state["state"].get(i, {}), p)
-            for n in NAMES_OF[type(optimizer)]:
+            for n in MOMENTS[type(optimizer)]:
                 if n in kept:
                     t = distribute_tensor(kept[n], p.device_mesh, p.placements)
                     kept[n] = t.to_local().clone()
@@ -185,10 +189,7 @@ class Shards:
         return entry
 
 
-NAMES_OF = {torch.optim.AdamW: ("exp_avg", "exp_avg_sq"), FP8Adam: ("m", "v")}
-
-
 def whole_weights(model):
     """The model's state dictionary as one process has it."""
     state = model.state_dict()
-    return {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in state.items()}
+    return {k: t.full_tensor() if hasattr(t, "full_tensor") else t for k, t in state.items()}

@@ -89,8 +89,11 @@ def test_a_checkpoint_goes_on_among_another_number_of_processes(text, tmp_path):
                 job | dict(saved=str(tmp_path / "one"), fsdp=True),
                 job | dict(steps=10, save=str(tmp_path / "two")),
                 job | dict(steps=10, save=str(tmp_path / "shards"), fsdp=True)]  # fmt: skip
+        jobs.append(job | dict(steps=0, save=str(tmp_path / "start"), fsdp=True))
         found = [ranks[0] for ranks in together(2, tmp_path / optimizer, jobs)][:2]
         found += [alone(**job, saved=str(tmp_path / name)) for name in ("two", "shards")]
+        begun = alone(**job, saved=str(tmp_path / "start"))  # of a run that has done no step
+        assert begun == straight
         for result in found:
             assert all(abs(a - b) < far for a, b in zip(straight["losses"][10:], result["losses"]))
             assert abs(result["val"] - straight["val"]) < far
