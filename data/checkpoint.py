@@ -70,6 +70,8 @@ def model_config(c, vocab_size):
         return GPTConfig(vocab_size=vocab_size, recipe=recipe, **model)
     except ValueError as error:
         raise UserError(str(error)) from None
+    except (KeyError, TypeError, AttributeError) as error:  # of a file by another program
+        raise UserError(f"this describes no model: {type(error).__name__} {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------

@@ -117,7 +117,8 @@ class HuggingFace:
         self.tokenizer = own.get("tokenizer", self.find_tokenizer())
         self.tensors, self.quantised = Tensors(self.root), bool(quantised)
         self.tied = bool(config.get("tie_word_embeddings", kind == "gpt2"))
-        self.what = f"{kind}, {'FP8, ' + self.fields['recipe'] if quantised else 'not quantised'}"
+        how = f"FP8, {self.fields['recipe']}" if quantised else "not quantised"
+        self.what = f"{kind}, {how}"
 
     def find_tokenizer(self):
         """A file that data/prepare.py reads, "gpt2" by its size, or None."""

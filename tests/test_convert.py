@@ -472,3 +472,11 @@ def test_what_stays_in_bf16_is_named_in_the_config_and_stays(tmp_path):
     assert len(ignored) == 7 + 1 + 1 and "lm_head" in ignored
     idx = torch.randint(0, 256, (2, 32))
     assert torch.equal(logits(load(tmp_path / "a"), idx), logits(model, idx))
+
+
+def test_a_forged_recipe_is_a_sentence(tmp_path):
+    _, directory = exported(tmp_path, "current", False)
+    for forged in (dict(recipe="best"), dict(recipe=["x"]), dict(margin=3), dict(w3={})):
+        rewrite(directory / "config.json", fp8gpt=dict(tokenizer="bytes") | forged)
+        with pytest.raises(UserError):
+            load(directory)
