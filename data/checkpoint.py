@@ -60,10 +60,10 @@ def model_config(c, vocab_size):
     """The GPTConfig of a configuration, train.py's Config or a dictionary of its fields."""
     c = c if isinstance(c, dict) else vars(c)
     changed = {n: c[n] for n in RECIPE_FIELDS if c.get(n) is not None}
-    changed |= {n: triple(changed[n]) for n in ("margin", "bias") if n in changed}
     names = {f.name for f in fields(GPTConfig)} - {"recipe", "vocab_size"}
     model = {n: c[n] for n in names if c.get(n) is not None}
     try:
+        changed |= {n: triple(changed[n]) for n in ("margin", "bias") if n in changed}
         if "rope_scaling" in model:
             model["rope_scaling"] = scaling(model["rope_scaling"])
         recipe = replace(RECIPES[c["recipe"]], **changed)
