@@ -41,6 +41,9 @@ FINEWEB = (
 class UserError(Exception):
     """A mistake that one sentence explains: printed without a traceback, exit code 2."""
 
+    def __init__(self, sentence):
+        super().__init__(" ".join(str(sentence).splitlines()))  # a name in it may hold a newline
+
 
 def get_tokenizer(name):
     """A tiktoken Encoding: "bytes" (256 ids, built on the spot) or "gpt2" (fetched once, 50257)."""
@@ -164,9 +167,10 @@ def prepare(name, path=None, tokenizer="bytes", out=None, shards=1):
     elif name not in NAMES:
         raise UserError(f"unknown corpus {name!r}; choose from {', '.join(NAMES)}, file PATH")
     out = Path(out or HERE / name)
-    if out.is_dir() and not {p.suffix for p in out.iterdir()} <= {".bin", ".json"}:
-        raise UserError(f"{out} holds other files than a prepared corpus: choose another directory")
     try:
+        if out.is_dir() and not {p.suffix for p in out.iterdir()} <= {".bin", ".json"}:
+            why = "holds other files than a prepared corpus: choose another directory"
+            raise UserError(f"{out} {why}")
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     except OSError as error:
@@ -202,34 +206,66 @@ def prepare(name, path=None, tokenizer="bytes", out=None, shards=1):
     return meta
 
 
+class Tokens:
+    """The ids of a .bin file, which is read anew for each slice: where somebody else shortens it
+    meanwhile, that ends in a sentence. (A memory map would end the process.)"""
+
+    def __init__(self, path, dtype, offset, size):
+        self.path, self.dtype, self.offset = path, np.dtype(dtype), offset
+        self.size = (size - offset) // self.dtype.itemsize
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, window):
+        start, stop, _ = window.indices(self.size)
+        offset, n = self.offset + start * self.dtype.itemsize, max(0, stop - start)
+        try:
+            ids = np.fromfile(self.path, self.dtype, n, offset=offset)
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {error.strerror}") from None
+        if len(ids) < n:
+            raise UserError(f"{self.path} became shorter while it was read: prepare it again")
+        return ids
+
+    def __array__(self, dtype=None, copy=None):
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+    def max(self, chunk=1 << 24):
+        return max(int(self[i : i + chunk].max()) for i in range(0, self.size, chunk))
+
+
 def read_tokens(path, dtype=np.uint16):
-    """A .bin file as a memory map, as nanoGPT writes it or with llm.c's header."""
+    """The Tokens of a .bin file, as nanoGPT writes it or with llm.c's header."""
     try:
+        if not path.is_file():  # opening a pipe would wait for its other end
+            raise UserError(f"cannot read {path}: it is no file")
         size = path.stat().st_size
         with open(path, "rb") as f:
-            head = np.frombuffer(f.read(12), np.int32) if size >= 12 else np.zeros(1, np.int32)
+            magic, version, count = np.frombuffer(f.read(12).ljust(12, b"\0"), np.int32).tolist()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if head[0] == HEADER_MAGIC:  # 256 int32, of which the third counts the tokens
-        if head[1] != 1 or size != 4 * HEADER_INTS + 2 * int(head[2]):
+    if magic == HEADER_MAGIC:  # of 256 int32, the third counts the tokens
+        if version != 1 or count < 1 or size != 4 * HEADER_INTS + 2 * count:
             raise UserError(f"{path} is not the whole of a version 1 token file: fetch it again")
-        return np.memmap(path, np.uint16, "r", offset=4 * HEADER_INTS)
+        return Tokens(path, np.uint16, 4 * HEADER_INTS, size)
     if size == 0 or size % np.dtype(dtype).itemsize:
         kind = np.dtype(dtype).name
         raise UserError(f"{path} has {size} bytes, which are not {kind} tokens: prepare it again")
-    return np.memmap(path, dtype, "r")
+    return Tokens(path, dtype, 0, size)
 
 
 def read_meta(root):
     path = root / "meta.json"
-    if not path.exists():
-        return None
     try:
-        meta = json.loads(path.read_text())
-        known = VOCABULARY.get(meta["tokenizer"], meta["vocab_size"])
-        if known == meta["vocab_size"] and 0 < known < 1 << 31 and isinstance(known, int):
+        if not path.exists():
+            return None
+        meta = json.loads(path.read_text()) if path.is_file() else None
+        tokenizer, size = meta["tokenizer"], meta["vocab_size"]
+        typed = isinstance(tokenizer, str) and type(size) is int  # not 256.0 or true
+        if typed and VOCABULARY.get(tokenizer, size) == size and 0 < size < 1 << 31:
             return meta
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         pass
     raise UserError(f"{path} is not what data/prepare.py writes: prepare the corpus again")
 
@@ -240,7 +276,11 @@ class Corpus:
 
     def __init__(self, source, tokenizer, block_size, say=print):
         self.block_size, self.root = block_size, Path(source)
-        if source in NAMES or self.root.is_file():
+        try:
+            is_file, is_directory = self.root.is_file(), self.root.is_dir()
+        except OSError as error:
+            raise UserError(f"cannot read {source}: {error.strerror}") from None
+        if source in NAMES or is_file:
             name = source if source in NAMES else "file"
             out = HERE / (source if source in NAMES else self.root.stem + "-text")
             tokenizer = "gpt2" if source == "fineweb-edu" else tokenizer
@@ -249,7 +289,7 @@ class Corpus:
             if not fresh or source == "stdlib" and meta.get("python") != platform.python_version():
                 prepare(name, source, tokenizer, out)
             self.root = out
-        elif not self.root.is_dir():
+        elif not is_directory:
             names = ", ".join(NAMES)
             raise UserError(f"data {source!r} is no file or directory, and not one of {names}")
         guess = dict(name=self.root.name, tokenizer="gpt2", vocab_size=50257)  # nanoGPT's
@@ -269,7 +309,7 @@ class Corpus:
                     f"{path} has {len(tokens)} tokens, and block_size {self.block_size} needs more:"
                     " use a longer text or a smaller --block-size"
                 )
-            if (top := int(tokens.max())) >= self.vocab_size:
+            if (top := tokens.max()) >= self.vocab_size:
                 raise UserError(
                     f"{path} holds token {top}, but tokenizer {self.tokenizer} ends at"
                     f" {self.vocab_size - 1}: does meta.json belong to it?"
@@ -286,7 +326,10 @@ class Corpus:
             i = int(np.searchsorted(ends, start, side="right"))
             start -= ends[i - 1] if i else 0
             rows.append(shards[i][start : start + self.block_size + 1].astype(np.int64))
-        return np.stack(rows)
+        rows = np.stack(rows)
+        if (top := rows.max()) >= self.vocab_size:  # all were below when the file was opened
+            raise UserError(f"{self.root} changed while it was read: it holds token {top} now")
+        return rows
 
 
 def describe(meta):
@@ -295,7 +338,7 @@ def describe(meta):
         f"{k} {str(meta[k])[:16]}" for k in ("files", "bytes", "sha256", "python") if k in meta
     ]
     line = ", ".join([str(meta.get("name", "tokens")), f"tokenizer {meta['tokenizer']}", *known])
-    return line.encode("ascii", "replace").decode()
+    return " ".join(line.encode("ascii", "replace").decode().splitlines())
 
 
 def main():
