@@ -103,8 +103,7 @@ def round_to(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
 
 
 def encode(x: Tensor, fmt: Format, stochastic: bool = False) -> Tensor:
-    """fp32 -> codes in `fmt.dtype`: `round_to`, stored. (torch's cast rounds the same way in one
-    pass, but not every version saturates: so x is clamped, in place.)"""
+    """fp32 -> codes: `round_to`, stored. (torch rounds so, too, but may not saturate: clamp.)"""
     if stochastic:
         return round_to(x, fmt, torch.rand_like(x)).to(fmt.dtype)
     return x.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
@@ -875,6 +874,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(depth))
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
+        self.lm_head.weight.data[c.vocab_size :] = 0  # padded ids: no part in an amax either
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, cache: list | None = None):
         start = cache[0][0].shape[2] if cache and cache[0] else 0

@@ -21,12 +21,10 @@ import functools
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -36,7 +34,7 @@ import torch
 
 import fp8gpt
 from data import distributed
-from data.bench import ADVISED, advise, bench, can_compile
+from data.bench import ADVISED, advise, bench, can_compile, flops_utilisation, machine
 from data.checkpoint import (
     QUANTISED,
     RECIPE_FIELDS,
@@ -249,7 +247,12 @@ def parse_command_line(argv):
         near = similar(unknown[0].split("=")[0], parser._option_string_actions)
         raise UserError(f"unknown argument {unknown[0]!r}{near}; --help lists all")
     given = {n: convert(n, v) for n in FIELDS if (v := getattr(args, n)) is not None}
+    other = args.compare or args.bench or args.advise or args.eval
+    useful = dict(seeds=True, calibrate=args.eval, tokens=not other, temperature=not other)
     for name, limits in NUMBERS.items():
+        if getattr(args, name) is not None and not useful[name]:
+            where = "--eval" if name == "calibrate" else "a single run and its sample"
+            raise UserError(f"--{name} goes with {where}")
         setattr(args, name, number(name, getattr(args, name), *limits))
     if sum(map(bool, (args.compare, args.bench, args.resume, args.advise, args.eval))) > 1:
         raise UserError("--compare, --bench, --advise, --eval and --resume: choose one")
@@ -279,17 +282,16 @@ def warn_ignored(c, given, label=""):
     reads |= {n: recipe.amax == "history" for n in ("amax_history_len", "amax_compute_algo")}
     reads |= {"bias": recipe.amax == "constant"}
     reads |= {n: c.optimizer == "fp8adam" for n in FP8ADAM_FIELDS}
+    reads |= {n: c.family == "llama" for n in ("rope_theta", "rope_scaling")}
     for n in given:
         if not reads.get(n, True):
             reader = f"optimizer {c.optimizer}" if n in FP8ADAM_FIELDS else f"recipe {c.recipe}"
+            reader = f"family {c.family}" if n.startswith("rope") else reader
             print(f"warning  {label}{reader} ignores {n} = {getattr(c, n)}")
 
 
 # ------------------------------------------------------------------------------------------------
 # Machine
-
-# Dense BF16 peak, FLOP/s, from NVIDIA's data sheets: every arm's MFU is measured against it.
-PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
 
 
 def pick_device(name):
@@ -315,17 +317,6 @@ def pick_device(name):
     return device, f"CPU, {torch.get_num_threads()} threads" + (f" ({why})" if why else "")
 
 
-def machine(device_line):
-    """What a number needs beside it: machine, versions, commit, date."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short", "HEAD"]
-    commit = (
-        shutil.which("git") and subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    )
-    versions = dict(python=platform.python_version(), torch=torch.__version__, commit=commit)
-    cpu = f"{platform.machine()}, {os.cpu_count()} cores"
-    return dict(device=device_line, cpu=cpu, date=time.strftime("%Y-%m-%d"), **versions)
-
-
 # ------------------------------------------------------------------------------------------------
 # An arm: a configuration with its model, its optimizer and its step
 
@@ -337,14 +328,6 @@ def param_groups(model, weight_decay):
     for p in model.parameters():
         groups[p.dim() > 1 and id(p) not in tables].append(p)
     return [dict(params=groups[d], weight_decay=weight_decay * d) for d in (True, False)]
-
-
-def flops_per_token(model, T=None):
-    """Forward and backward: 6 a parameter, but for a table that is only looked up, and 12 T C a
-    layer for attention (arXiv 2204.02311)."""
-    only_read = model.wte if model.wpe is None else model.wpe
-    attention = 12 * model.config.n_layer * model.config.n_embd * (T or model.config.block_size)
-    return 6 * (model.num_params() - only_read.weight.numel()) + attention
 
 
 class Arm:
@@ -541,7 +524,10 @@ def fit(arm, out, label):
             log.write(json.dumps(row) + "\n")
             log.flush()
             if due:  # after its row: a resumed run finds one for each of its steps
-                arm.save(out / "ckpt.pt")
+                if math.isfinite(row["val_loss"]):
+                    arm.save(out / "ckpt.pt")
+                else:
+                    print(f"step {arm.step}: the validation loss is not finite: no checkpoint")
                 if quiet:
                     losses = f"loss {loss:.4f}, val loss {row['val_loss']:.4f}"
                     print(f"{label}: step {arm.step}/{c.steps}, {losses}, {speed}", flush=True)
@@ -564,13 +550,6 @@ def throughput(rows, c):
     """Tokens a second, by the median step after the first few."""
     seconds = statistics.median(r["seconds"] for r in rows[3:] or rows)
     return c.batch_size * c.block_size * c.accum / seconds
-
-
-def flops_utilisation(arm, tokens_per_s):
-    """Model FLOPs utilisation, or None for a device whose peak is not in the table."""
-    name = torch.cuda.get_device_name(arm.device) if arm.device.type == "cuda" else "CPU"
-    peak = next((p for n, p in PEAKS.items() if n in name), None)
-    return tokens_per_s * flops_per_token(arm.model) / peak if peak else None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -628,6 +607,8 @@ def train(c, given, args, device, device_line, source):
         raise UserError(f"accum {c.accum} is no multiple of {size}, the number of processes")
     with distributed.first_alone():
         corpus = Corpus(c.data, c.tokenizer, c.block_size)
+    if given.get("tokenizer", corpus.tokenizer) != corpus.tokenizer:
+        print(f"warning  data {c.data} ignores tokenizer = {c.tokenizer}: {corpus.tokenizer}")
     arm = Arm(c, corpus, device, source)
     out = Path(args.resume or Path(c.out) / c.recipe)
     if distributed.rank() == 0:

@@ -1,16 +1,50 @@
-"""What a step costs, and which recipe pays: train.py's --bench and --advise."""
+"""What a step costs, and which recipe pays: train.py's --bench and --advise; machine and MFU."""
 
 import contextlib
 import functools
+import os
+import platform
+import shutil
 import statistics
+import subprocess
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 import fp8gpt
 from data.report import medians, print_table, sync
 from fp8gpt import FP32, GPT, RECIPES, FP8Linear
+
+# Dense BF16 peak, FLOP/s, from NVIDIA's data sheets: every arm's MFU is measured against it.
+PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
+
+
+def machine(device_line):
+    """What a number needs beside it: machine, versions, commit, date."""
+    git = ["git", "-C", str(Path(__file__).resolve().parents[1]), "rev-parse", "--short", "HEAD"]
+    commit = (
+        shutil.which("git") and subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    )
+    versions = dict(python=platform.python_version(), torch=torch.__version__, commit=commit)
+    cpu = f"{platform.machine()}, {os.cpu_count()} cores"
+    return dict(device=device_line, cpu=cpu, date=time.strftime("%Y-%m-%d"), **versions)
+
+
+def flops_per_token(model, T=None):
+    """Forward and backward: 6 a parameter, but for a table that is only looked up, and 12 T C a
+    layer for attention (arXiv 2204.02311)."""
+    only_read = model.wte if model.wpe is None else model.wpe
+    attention = 12 * model.config.n_layer * model.config.n_embd * (T or model.config.block_size)
+    return 6 * (model.num_params() - only_read.weight.numel()) + attention
+
+
+def flops_utilisation(arm, tokens_per_s):
+    """Model FLOPs utilisation, or None for a device whose peak is not in the table."""
+    name = torch.cuda.get_device_name(arm.device) if arm.device.type == "cuda" else "CPU"
+    peak = next((p for n, p in PEAKS.items() if n in name), None)
+    return tokens_per_s * flops_per_token(arm.model) / peak if peak else None
 
 
 @functools.cache

@@ -45,20 +45,33 @@ class UserError(Exception):
         super().__init__(" ".join(str(sentence).splitlines()))  # a name in it may hold a newline
 
 
-def get_tokenizer(name):
-    """A tiktoken Encoding: "bytes" (256 ids, built on the spot) or "gpt2" (fetched once, 50257)."""
-    import tiktoken
+class ByteTokenizer:
+    """A byte is its own id; with the methods of a tiktoken Encoding that are used here."""
 
+    n_vocab = 256
+
+    def encode_ordinary(self, text):
+        return list(text.encode("utf-8", errors="replace"))
+
+    def decode(self, ids):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def get_tokenizer(name):
+    """ "bytes" (needs no package), a tokenizer.json, or "gpt2" (50257 ids, fetched once)."""
     if name == "bytes":
-        ranks = {bytes([i]): i for i in range(256)}
-        return tiktoken.Encoding("bytes", pat_str="(?s).", mergeable_ranks=ranks, special_tokens={})
+        return ByteTokenizer()
     if name.endswith(".json") and Path(name).is_file():
         return ForeignTokenizer(name)
     if name not in TOKENIZERS:
         names = ", ".join(TOKENIZERS)
         raise UserError(f"unknown tokenizer {name!r}; choose from {names}, or a tokenizer.json")
     try:
+        import tiktoken
+
         return tiktoken.get_encoding(name)
+    except ImportError:
+        raise UserError(f"tokenizer {name!r}: pip install tiktoken, or use bytes") from None
     except Exception as error:  # tiktoken lets every kind of network error through
         raise UserError(
             f"cannot load tokenizer {name!r} ({type(error).__name__}): tiktoken fetches it once"

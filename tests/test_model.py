@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import fp8gpt
+from data.bench import flops_per_token
 from data.infer import generate
 from fp8gpt import FP32, GPT, RECIPES, FP8Linear, GPTConfig, SwiGLU, dequantize, end_step, quantize
-from train import flops_per_token, param_groups
+from train import param_groups
 
 IDENTITY = replace(RECIPES["bf16"], name="fp32", x_fmt=FP32, w_fmt=FP32, g_fmt=FP32)
 TINY = dict(vocab_size=100, block_size=32, n_layer=2, n_head=4, n_embd=64)
