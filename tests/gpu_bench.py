@@ -24,6 +24,7 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import interpreter  # noqa: E402
 from bench_peers import with_linears  # noqa: E402
 
 import kernels  # noqa: E402
@@ -541,6 +542,8 @@ def main():
     versions = f"torch {torch.__version__}, triton {kernels.triton.__version__}"
     print(f"{name}; {versions}; {time.strftime('%Y-%m-%d')}")
     torch.manual_seed(0)
+    if not GPU:
+        interpreter.patch_once()
     start, scale = time.monotonic(), args.seconds / sum(PHASES.values())
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+import interpreter
 import roofline
 import triton
 import triton.language as tl
@@ -48,6 +49,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:.torch
 TRITON = tuple(int(v) for v in triton.__version__.split(".")[:2])
 if TRITON < (3, 7) and tuple(int(v) for v in np.__version__.split(".")[:2]) >= (2, 4):
     pytest.skip("the interpreter of Triton 3.6 needs numpy 2.3", allow_module_level=True)
+interpreter.patch_once()
 FP32_SUM = 1e-6  # relative: sums of up to 400 products in fp32, in another order
 TILES = {"tensor": (None, None), "row": (1, None), "block": (1, 128), "square": (128, 128),
          "mx": (1, 32)}  # fmt: skip
