@@ -1,15 +1,20 @@
 """train.py as a user runs it: commands, resume, faults, and mistakes on the command line."""
 
+import contextlib
+import io
 import json
 import os
 import re
 import resource
+import runpy
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,9 +30,29 @@ TINY = "--n-layer 2 --n-head 2 --n-embd 32 --block-size 16 --batch-size 4 --eval
 SMALL = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, eval_batches=2, warmup=3)
 
 
-def run(*args, **kwargs):
+def apart(*args, **kwargs):
+    """The command in a process of its own, which takes seconds to import torch."""
     command = [sys.executable, ROOT / "train.py", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, **kwargs)
+
+
+def run(*args, encoding="utf-8"):
+    """The command in this process, to the same end: an exit code, stdout, and warnings in stderr."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding, write_through=True) for _ in range(2)]
+    code, show = 0, lambda *warning: print(warnings.formatwarning(*warning[:4]), file=sys.stderr)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(streams[0]))
+        stack.enter_context(contextlib.redirect_stderr(streams[1]))
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(mock.patch.object(sys, "argv", ["train.py", *map(str, args)]))
+        stack.enter_context(mock.patch.object(warnings, "showwarning", show))
+        warnings.simplefilter("default")
+        try:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+    out, err = (s.buffer.getvalue().decode(encoding) for s in streams)
+    return subprocess.CompletedProcess(args, code, out, err)
 
 
 def arm(text, **changes):
@@ -55,7 +80,7 @@ def equal(a, b):
 
 
 def test_a_run_prints_and_writes_what_it_promises(text, tmp_path):
-    out = run(
+    out = apart(
         *TINY,
         "--data",
         text,
@@ -155,10 +180,9 @@ def test_a_block_step_leaves_no_gradient_and_a_history(monkeypatch):
 
 
 def test_a_terminal_without_unicode_is_no_obstacle(text, tmp_path):
-    env = os.environ | dict(PYTHONIOENCODING="ascii")
     flags = [*TINY, "--data", text, "--steps", 1, "--out", tmp_path]
     for more in (["--sample", "naïve"], ["--compare", "bf16", "--seeds", 2]):
-        out = run(*flags, *more, env=env)
+        out = run(*flags, *more, encoding="ascii")
         assert out.returncode == 0, out.stderr
 
 
@@ -454,9 +478,10 @@ def test_a_mistake_is_explained_in_one_sentence(flags, says, text, tmp_path, mon
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]  # nothing half-written
 
 
-def test_a_mistake_ends_with_exit_code_2_and_no_traceback(text, tmp_path):
-    for flags in (["--recipe", "mxfp9"], ["--data", text, "--out", text / "train.bin"]):
-        out = run(*flags, cwd=tmp_path)
+def test_a_mistake_ends_with_exit_code_2_and_no_traceback(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = ["--data", text, "--out", text / "train.bin"]
+    for out in (apart("--recipe", "mxfp9"), run("--recipe", "mxfp9"), run(*wrong)):
         assert out.returncode == 2 and out.stderr.count("\n") == 1
         assert out.stderr.startswith("train.py: ")
 
@@ -492,7 +517,7 @@ def test_recipe_fields_reach_the_recipe(text):
 def test_without_a_compiler_compile_says_so_and_goes_on(text, tmp_path):
     env = os.environ | dict(CXX="/no/compiler", PATH="/no", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     flags = [*TINY, "--data", text, "--steps", 2, "--out", tmp_path / "out", "--compile"]
-    out = run(*flags, env=env)
+    out = apart(*flags, env=env)
     assert out.returncode == 0, out.stderr
     assert out.stdout.count("compile  does not work here, going on without it") == 1
 
