@@ -1,5 +1,6 @@
 """Weights in and out: Hugging Face layout against transformers, FP8 exports, damaged files."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -257,6 +258,19 @@ def test_transformers_reads_what_we_write_and_says_the_same(tmp_path):
         assert (logits(model, idx) - got["logits"]).std() < LIKE_OURS * noise, directory
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """recipe -> (the model that was written, its directory), written once; the test gets a copy."""
+    root = tmp_path_factory.mktemp("whole")
+    written = functools.cache(lambda recipe: exported(root, recipe, False))
+
+    def copy(recipe, to):
+        model, directory = written(recipe)
+        return model, shutil.copytree(directory, to / directory.name)
+
+    return copy
+
+
 def edit(root, change):
     """Rewrite model.safetensors, its checksums kept."""
     path = root / "model.safetensors"
@@ -296,8 +310,8 @@ def without_checksum(change):
     (without_checksum(lambda t: t[DOWN + "input_scale"].zero_()), DOWN + "weight_scale or"),
     (without_checksum(lambda t: t.update({Q + "weight": t[Q + "weight"].float()})), "F32|F8"),
 ])  # fmt: skip
-def test_a_damaged_tensor_is_named(tmp_path, change, named):
-    _, directory = exported(tmp_path, "delayed", False)
+def test_a_damaged_tensor_is_named(whole, tmp_path, change, named):
+    _, directory = whole("delayed", tmp_path)
     edit(directory, change)
     with pytest.raises(UserError, match=named):
         load(directory)
@@ -332,8 +346,8 @@ def rewrite(path, **changes):
     (lambda d: rewrite(d / "config.json", num_hidden_layers=3), "model.layers.2.*is missing"),
     (lambda d: rewrite(d / "config.json", num_hidden_layers=1), "takes: model.layers.1"),
 ])  # fmt: skip
-def test_a_damaged_directory_is_refused_with_a_sentence(tmp_path, change, named):
-    _, directory = exported(tmp_path, "current", False)
+def test_a_damaged_directory_is_refused_with_a_sentence(whole, tmp_path, change, named):
+    _, directory = whole("current", tmp_path)
     change(directory)
     with pytest.raises(UserError, match=named):
         load(directory)
@@ -355,9 +369,9 @@ def test_a_shard_that_is_missing_or_half_there_is_named(foreign, tmp_path):
         load(root)
 
 
-def test_fp8_scales_of_its_parts_may_differ(tmp_path):
+def test_fp8_scales_of_its_parts_may_differ(whole, tmp_path):
     """Others scale q, k and v by themselves; then a scale belongs to rows of ours."""
-    model, directory = exported(tmp_path, "current", False)
+    model, directory = whole("current", tmp_path)
 
     def own_scales(tensors, meta):
         meta["crc32"] = "{}"
@@ -422,8 +436,8 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "run"]
 
 
-def test_a_tokenizer_json_prepares_a_corpus_and_says_what_it_read(tmp_path):
-    _, directory = exported(tmp_path, "current", False)
+def test_a_tokenizer_json_prepares_a_corpus_and_says_what_it_read(whole, tmp_path):
+    _, directory = whole("current", tmp_path)
     path = str(directory / "tokenizer.json")
     encoding, text = get_tokenizer(path), "naïve:\tdef f(x):\n  …"
     assert encoding.encode_ordinary(text) == list(text.encode()) and encoding.n_vocab == 256
