@@ -177,7 +177,7 @@ def work(job: tuple) -> list:
 
 
 def jobs(everything: bool) -> list:
-    """(sm, name, kind, formats): by default one configuration a kernel, and for Hopper most.
+    """(sm, name, kind, formats): by default one configuration a kernel, and for Hopper more.
     (E5M2 for g, fp32 for weights and the output of wgrad.)"""
     kinds = [("casts", ()), ("gemms", ()), ("steps", ())]
     if everything:
@@ -189,7 +189,14 @@ def jobs(everything: bool) -> list:
         "cast_tensor, current", "cast_rows", "cast_blocks", "cast_blocks, square", "cast_mx",
         "gemm_scaled, fast", "gemm_blocks, square", "gemm_mx", "adam_step, blocks",
     }  # fmt: skip
-    chosen = {sm: set(names) - twins if sm == 90 else usual for sm in TARGETS}
+    # A kernel's second configuration on every other kind of GPU; on Hopper SwiGLU or its gradient.
+    left_out = {
+        89: {"cast_blocks, square", "cast_blocks"}, 100: {"cast_tensor, current", "cast_blocks"},
+        120: {"cast_blocks, square", "cast_mx"},
+        90: twins | {"cast_tensor, current, its gradient", "cast_rows, SwiGLU",
+                     "cast_blocks, its gradient", "cast_mx, SwiGLU"},
+    }  # fmt: skip
+    chosen = {sm: (set(names) if sm == 90 else usual) - left_out[sm] for sm in TARGETS}
     return [
         (sm, name, kind, how)
         for sm in TARGETS
