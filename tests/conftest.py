@@ -29,3 +29,16 @@ def text(tmp_path_factory):
 
     prepare("file", root / "text.txt", out=root / "text")
     return root / "text"
+
+
+# Those that take longest on their own start first: begun last, one would run on alone.
+LONG = ("test_every_kernel_compiles", "test_the_benchmark_for_gpus", "test_inductor_keeps",
+        "test_convert.py", "test_without_a_compiler", "test_500_steps",
+        "test_one_graph", "test_ctrl_c")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    def rank(item):
+        return next((i for i, part in enumerate(LONG) if part in item.nodeid), len(LONG))
+
+    items.sort(key=rank)  # stable: the others stay as they were
