@@ -37,7 +37,7 @@ def apart(*args, **kwargs):
 
 
 def run(*args, encoding="utf-8"):
-    """The command in this process, to the same end: an exit code, stdout, and warnings in stderr."""
+    """The command in this process, to the same end: exit code, stdout, and warnings in stderr."""
     streams = [io.TextIOWrapper(io.BytesIO(), encoding, write_through=True) for _ in range(2)]
     code, show = 0, lambda *warning: print(warnings.formatwarning(*warning[:4]), file=sys.stderr)
     with contextlib.ExitStack() as stack:
@@ -496,7 +496,8 @@ def test_a_mistake_ends_with_exit_code_2_and_no_traceback(text, tmp_path, monkey
         ("--compare bf16 delayed --amax_history_len 4", "arm bf16: recipe bf16 ignores"),
     ],
 )
-def test_a_flag_that_nothing_reads_is_named(flags, says, text, tmp_path, capsys):
+def test_a_flag_that_nothing_reads_is_named(flags, says, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "plot", lambda *args: None)  # that takes most of the time
     argv = [*TINY, "--data", str(text), "--steps", "1", "--out", str(tmp_path), *flags.split()]
     train.main(argv)
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
