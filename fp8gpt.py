@@ -98,7 +98,7 @@ def round_to(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
     exponent = exponent.clamp(min=(fmt.emin + 127) << 23)  # below emin the grid is evenly spaced
     step = (exponent - (fmt.mantissa << 23)).view(torch.float32)
     steps = x / step  # exact: a power of two
-    steps = torch.round(steps) if noise is None else torch.floor(steps + noise)
+    steps = torch.round(steps) if noise is None else steps.floor() + (noise >= 1 - steps % 1)
     return (steps * step).clamp(-fmt.max, fmt.max)
 
 

@@ -243,6 +243,8 @@ def parse_command_line(argv):
         add("--" + f.name.replace("_", "-"), metavar=f.name.upper(), help=text, **boolean)
     argv = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), a) for a in argv]
     args, unknown = parser.parse_known_args(argv)
+    if [] in vars(args).values():  # argparse drops the dashes of --seed=--
+        raise UserError("-- is no value")
     if unknown:
         near = similar(unknown[0].split("=")[0], parser._option_string_actions)
         raise UserError(f"unknown argument {unknown[0]!r}{near}; --help lists all")
@@ -447,8 +449,11 @@ class Arm:
             self.optimizer.load_state_dict(moments)
             self.step = int(state["step"])
             (torch.cuda if self.device.type == "cuda" else torch).set_rng_state(state["rng"])
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"the checkpoint does not fit: {str(error).splitlines()[0]}") from None
+        except UserError:
+            raise
+        except Exception as error:  # torch and a foreign state have many
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            raise UserError(f"the checkpoint does not fit: {why}") from None
         for group, given in zip(self.optimizer.param_groups, flags):
             group |= given  # the file's were those of its first run
 

@@ -1,5 +1,6 @@
 """What a run of train.py leaves: its configuration, its checkpoint, and a model from them."""
 
+import math
 import os
 import re
 from dataclasses import fields, replace
@@ -51,7 +52,7 @@ def scaling(text):
         factor, low, high, old = map(float, text.split("/"))
     except ValueError:
         factor = 0
-    if factor < 1 or not 0 < low < high or old < 1:
+    if not (1 <= factor < math.inf and 0 < low < high < math.inf and 1 <= old < math.inf):
         raise ValueError("factor/low/high/old context, as 8/1/4/8192")
     return factor, low, high, old
 
@@ -111,7 +112,8 @@ def read_checkpoint(directory, older=False):
         raise UserError(f"there is no checkpoint at {path}{before}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if NEEDED <= state.keys():
+        counts = (state["step"], state["vocab_size"])
+        if NEEDED <= state.keys() and all(type(n) is int and 0 <= n < 2**31 for n in counts):
             return state
         raise ValueError
     except Exception as error:  # cut short, foreign, not a zip: torch has many errors for it

@@ -808,7 +808,7 @@ def test_fp8_moments_do_not_resume_as_fp32_ones(saved, given, words, tmp_path):
     a = arm(words, optimizer=saved)
     a.train_step()
     a.save(tmp_path / "ckpt.pt")
-    with pytest.raises(train.UserError, match="neither can change"):
+    with pytest.raises(train.UserError, match="that cannot change"):
         train.main(["--resume", str(tmp_path), "--optimizer", given])
 
 
