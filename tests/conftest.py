@@ -37,6 +37,29 @@ LONG = ("test_every_kernel_compiles", "test_the_benchmark_for_gpus", "test_induc
         "test_one_graph", "test_ctrl_c")  # fmt: skip
 
 
+# What a run has counted, over all its processes: `pytest -m soak` ends with these sums.
+RUNNING = []
+
+
+def count(name, n=1):
+    """Add to a sum of the test that runs."""
+    found = dict(RUNNING[-1].user_properties)
+    RUNNING[-1].user_properties[:] = (found | {name: found.get(name, 0) + n}).items()
+
+
+def pytest_runtest_setup(item):
+    RUNNING[:] = [item]
+
+
+def pytest_terminal_summary(terminalreporter):
+    sums = {}
+    for report in terminalreporter.stats.get("passed", []):
+        for name, n in report.user_properties if report.when == "call" else ():
+            sums[name] = sums.get(name, 0) + n
+    if sums:
+        terminalreporter.write_line(", ".join(f"{name} {n:,}" for name, n in sorted(sums.items())))
+
+
 def pytest_collection_modifyitems(items):
     def rank(item):
         return next((i for i, part in enumerate(LONG) if part in item.nodeid), len(LONG))

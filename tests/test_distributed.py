@@ -104,7 +104,7 @@ def test_a_checkpoint_goes_on_among_another_number_of_processes(text, tmp_path):
 @pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "fp8adam"])
 def test_every_recipe_trains_in_several_processes_as_in_one(
-    n, fsdp, optimizer, text, tmp_path, record_property
+    n, fsdp, optimizer, text, tmp_path
 ):  # fmt: skip
     jobs = [dict(data=str(text), text=f"{r},optimizer={optimizer}", accum=4, loud=8)
             | (dict(fsdp=True) if fsdp else {}) for r in RECIPES]  # fmt: skip

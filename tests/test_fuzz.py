@@ -1,7 +1,7 @@
 """Anything in: numbers against other implementations, and command lines, token files, checkpoints
 and disks that are wrong in ways nobody thought of. Each ends well or in one sentence.
 
-The plain tests take seconds. `pytest -n 0 -s -m soak tests/test_fuzz.py` takes minutes, and prints
+The plain tests take seconds. `pytest -m soak tests/test_fuzz.py` takes minutes, and prints
 how many values it has compared."""
 
 import builtins
@@ -28,6 +28,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from conftest import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -297,8 +298,8 @@ def patterns():
         yield (i * np.uint64(SPREAD)).astype(np.uint32).view(np.float32)
 
 
-def told(what, n, wrong):
-    print(f"soak: {what}: {n:,} values, {wrong} mismatches", flush=True)
+def told(n, wrong):
+    count("values compared", n)
     assert wrong == 0 and n >= 1e8
 
 
@@ -311,8 +312,7 @@ def test_soak_of_nearest_rounding(fmt):
         wrong += differs(round_to(torch.from_numpy(x), fmt).numpy(), expected)
         wrong += differs(encode(torch.from_numpy(x.copy()), fmt).float().numpy(), expected)
         n += len(x)
-    other = "numpy" if fmt is FP16 else "ml_dtypes"
-    told(f"{fmt.name}, nearest, round_to and encode against {other}", n, wrong)
+    told(n, wrong)
 
 
 @pytest.mark.soak
@@ -326,7 +326,7 @@ def test_soak_of_stochastic_rounding(fmt):
         wrong, n = wrong + not_neighbours(rounded.numpy(), x, fmt), n + len(x)
         again = round_to(rounded, fmt, noise.flip(0))  # what is representable stays
         wrong += differs(again.numpy() + np.float32(0), rounded.numpy() + np.float32(0))
-    told(f"{fmt.name}, stochastic, neighbours and fixed points", n, wrong)
+    told(n, wrong)
 
 
 @pytest.mark.soak
@@ -338,7 +338,7 @@ def test_soak_of_scales(fmt, rounding):
         amax = amax[np.isfinite(amax)]
         e = encode_scale(torch.from_numpy(amax), fmt, rounding).numpy()
         wrong, n = wrong + differs(e, exact_scale(amax, fmt, rounding)), n + len(amax)
-    told(f"{fmt.name}, scales, {rounding} against float64", n, wrong)
+    told(n, wrong)
 
 
 @pytest.mark.soak
@@ -348,7 +348,7 @@ def test_soak_of_powers_of_two():
         x = x[~np.isnan(x)]
         wrong += differs(ceil_pow2(torch.from_numpy(x)).numpy(), above(x))
         n += len(x)
-    told("ceil_pow2 against frexp", n, wrong)
+    told(n, wrong)
 
 
 # One sentence ------------------------------------------------------------------------------------
@@ -434,6 +434,7 @@ def understand(argv):
 
 
 def command_line(argv):
+    count("bad inputs tried")
     with contextlib.redirect_stdout(io.StringIO()):  # help
         return one_sentence(understand, argv)
 
@@ -586,6 +587,7 @@ metas = st.one_of(
 
 
 def any_token_files(train_bin, val_bin, meta, block_size):
+    count("bad inputs tried")
     with tempfile.TemporaryDirectory() as scratch:
         read(corpus_in(Path(scratch) / "c", train_bin, val_bin, meta), block_size)
 
@@ -724,7 +726,7 @@ def read_while_rewritten(tmp_path, seconds):
     out, err = reader.communicate(timeout=60)
     assert reader.returncode == 0, (reader.returncode, err)
     read, refused = map(int, out.split())
-    print(f"soak: {read:,} batches read and {refused:,} corpora refused while a file was rewritten")
+    count("bad inputs tried", refused)
     assert read and refused
 
 
@@ -805,10 +807,11 @@ def repeat(blob, rng):
     blob[i:i] = blob[i : i + rng.randrange(1, 100)]
 
 
-def damaged_files(saved, tmp_path, count, rng):
+def damaged_files(saved, tmp_path, number, rng):
     make, root = saved
     ended = dict(refused=0, loaded=0)
-    for i in range(count):
+    for i in range(number):
+        count("bad inputs tried")
         directory = tmp_path / str(i)
         shutil.copytree(root, directory)
         path = rng.choice(sorted(q for q in directory.rglob("*") if q.is_file()))
@@ -831,7 +834,7 @@ def test_a_damaged_checkpoint_loads_or_is_refused_in_one_sentence(saved, tmp_pat
 
 @pytest.mark.soak
 def test_soak_of_damaged_checkpoints(saved, tmp_path):
-    print("soak: damaged checkpoints:", damaged_files(saved, tmp_path, 400, random.Random()))
+    assert damaged_files(saved, tmp_path, 400, random.Random())["refused"]
 
 
 def places(value, path=()):
@@ -878,10 +881,11 @@ def forge(state, rng):
     return state, (how, path)
 
 
-def forged_states(saved, tmp_path, count, rng):
+def forged_states(saved, tmp_path, number, rng):
     make, root = saved
     state, ended = load(root), dict(refused=0, loaded=0)
-    for _ in range(count):
+    for _ in range(number):
+        count("bad inputs tried")
         forged, what = forge(state, rng)
         torch.save(forged, tmp_path / "ckpt.pt")
         try:
@@ -906,7 +910,7 @@ def test_a_forged_checkpoint_loads_or_is_refused_in_one_sentence(saved, tmp_path
 
 @pytest.mark.soak
 def test_soak_of_forged_checkpoints(saved, tmp_path):
-    print("soak: forged checkpoints:", forged_states(saved, tmp_path, 300, random.Random()))
+    assert forged_states(saved, tmp_path, 300, random.Random())["refused"]
 
 
 @pytest.mark.parametrize("key", ["step", "vocab_size", "tokenizer", "rng"])
@@ -1014,7 +1018,8 @@ def test_soak_of_full_disks(text, disk):
             except (UserError, OSError) as error:
                 assert len(str(error).splitlines()) == 1
         assert_whole(root)
-    print(f"soak: 17 disks, on {done} of which a run had room to end")
+        count("bad inputs tried")
+    assert done
 
 
 @pytest.mark.soak

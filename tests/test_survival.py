@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from conftest import count
 from test_train import ROOT, TINY, arm, equal, state_of
 
 import train
@@ -139,9 +140,9 @@ def test_a_run_that_is_killed_and_resumed_has_the_bits_of_one_that_was_not(text,
 
 @pytest.mark.soak
 @pytest.mark.parametrize("recipe", list(RECIPES))
-def test_kills_at_random_instants_change_no_bit(recipe, text, tmp_path, record_property):
+def test_kills_at_random_instants_change_no_bit(recipe, text, tmp_path):
     killed = check_kills(recipe, text, tmp_path, 4, 150, recipe)
-    record_property("kills", killed)
+    count("kills survived", killed)
     assert killed >= 3  # of 8 recipes: at least 24
 
 
@@ -299,9 +300,9 @@ def test_faults_at_random_steps_corrupt_nothing(recipe, text, capsys):
 @pytest.mark.soak
 @pytest.mark.parametrize("optimizer", ["adamw", "fp8adam"])
 @pytest.mark.parametrize("recipe", list(RECIPES))
-def test_many_faults_corrupt_nothing(recipe, optimizer, text, capsys, record_property):
+def test_many_faults_corrupt_nothing(recipe, optimizer, text, capsys):
     done = under_fire(recipe, optimizer, 14, f"{recipe}{optimizer}", text, capsys)
-    record_property("faults", sum(done.values()))  # 16 x 14 = 224
+    count("faults injected", sum(done.values()))  # 16 x 14 = 224
 
 
 # ------------------------------------------------------------------------------------------------
@@ -335,3 +336,4 @@ def test_two_thousand_steps_take_no_more_memory_time_or_files(recipe, text, tmp_
     assert memory[-1] - memory[5] < STEADY_MEMORY, [m >> 20 for m in memory]
     assert last[300] < STEADY_TIME * first[300]
     assert len(set(files[1:])) == 1
+    count("steps run", 2000)
