@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import zlib
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -81,13 +82,30 @@ def model_config(c, vocab_size):
 NEEDED = {"model", "optimizer", "step", "rng", "tokenizer", "vocab_size", "config"}
 
 
+def checksum(value, crc=0):
+    """CRC 32 of a state. (torch.load does not see that a bit of a weight has changed.)"""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            crc = checksum(inner, zlib.crc32(repr(key).encode(), crc))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            crc = checksum(inner, crc)
+    elif torch.is_tensor(value):
+        what = f"{value.dtype} {tuple(value.shape)}".encode()
+        bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        crc = zlib.crc32(bits.numpy(), zlib.crc32(what, crc))
+    else:
+        crc = zlib.crc32(repr(value).encode(), crc)
+    return crc
+
+
 def write_checkpoint(state, path):
     """Write aside, sync, rename: at every instant `path` is whole or not there, and once it was
     there it stays; what it was before is kept beside it."""
     aside, link = path.with_name("ckpt.tmp"), path.with_name("ckpt.link")
     try:
         with open(aside, "wb") as f:
-            torch.save(state, f)
+            torch.save(state | dict(crc32=checksum(state)), f)
             f.flush()
             os.fsync(f.fileno())
         if path.exists():
@@ -112,10 +130,15 @@ def read_checkpoint(directory, older=False):
         raise UserError(f"there is no checkpoint at {path}{before}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+        crc = state.pop("crc32", None)
+        if crc is not None and crc != checksum(state):
+            raise UserError("")
         counts = (state["step"], state["vocab_size"])
         if NEEDED <= state.keys() and all(type(n) is int and 0 <= n < 2**31 for n in counts):
             return state
         raise ValueError
+    except UserError:
+        raise UserError(f"{path} is damaged: its CRC 32 differs{before}") from None
     except Exception as error:  # cut short, foreign, not a zip: torch has many errors for it
         what = f"{path} is no checkpoint of train.py: {type(error).__name__}"
         raise UserError(what + before) from None

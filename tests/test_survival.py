@@ -180,6 +180,23 @@ def test_a_bad_checkpoint_offers_the_one_before_it(text, tmp_path, capsys):
         train.main(resume)
 
 
+def test_no_changed_bit_of_a_checkpoint_is_overlooked(text, tmp_path):
+    a = arm(text, recipe="delayed", optimizer="fp8adam")
+    a.train_step()
+    path = tmp_path / "ckpt.pt"
+    a.save(path)
+    whole, rng = path.read_bytes(), random.Random(0)
+    right, seen = checkpoint.checksum(checkpoint.read_checkpoint(tmp_path)), 0
+    for _ in range(60):
+        at, bit = rng.randrange(len(whole)), 1 << rng.randrange(8)
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+        try:  # what is left to load is what was saved: padding of the archive, a date, a name
+            assert checkpoint.checksum(checkpoint.read_checkpoint(tmp_path)) == right
+        except UserError as error:
+            seen += "is damaged: its CRC 32 differs" in str(error)
+    assert seen > 20
+
+
 def test_a_run_goes_on_in_another_recipe_and_with_another_history(text, tmp_path, capsys):
     flags = [*TINY, "--data", str(text), "--out", str(tmp_path)]
     train.main([*flags, "--recipe", "delayed", "--steps", "4", "--amax-history-len", "8"])
