@@ -35,7 +35,7 @@ def torchrun(n, *args, wait=True, **kwargs):
     started = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, **kwargs)  # fmt: skip
     if wait:
-        out, _ = started.communicate(timeout=100)
+        out, _ = started.communicate(timeout=900)
         return started.returncode, out
     return started
 
