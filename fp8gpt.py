@@ -104,9 +104,8 @@ def round_to(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
 
 def encode(x: Tensor, fmt: Format, stochastic: bool = False) -> Tensor:
     """fp32 -> codes: `round_to`, stored. (torch rounds so, too, but may not saturate: clamp.)"""
-    if stochastic:
-        return round_to(x, fmt, torch.rand_like(x)).to(fmt.dtype)
-    return x.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+    x = round_to(x, fmt, torch.rand_like(x)) if stochastic else x.clamp_(-fmt.max, fmt.max)
+    return x.to(fmt.dtype)
 
 
 def decode(q: Tensor) -> Tensor:
@@ -559,7 +558,7 @@ class FP8Linear(nn.Linear):
         if self.recipe.amax == "history":
             self.register_buffer("amax_history", torch.zeros(self.recipe.amax_history_len, 3))
             self.register_buffer("amax_seen", torch.zeros(3), persistent=False)  # in this step
-        self.folds = False  # whether forward will be given `fold`
+        self.apart = False  # whether `weights_cast` leaves it alone: it folds, or its cast stays
         self.w_cast = None  # (w8, w8_t) inside `weights_cast`
         self.backend = choose_backend(self.recipe, self.weight.device)
 
@@ -597,16 +596,16 @@ class FP8Linear(nn.Linear):
 def weights_cast(model: nn.Module):
     """Cast each weight once, for all micro-batches of an optimizer step. Outside, every forward
     casts, so a change is always seen. Enter it in the forwards' grad mode. (Not folded weights.)"""
-    layers = [m for m in model.modules() if isinstance(m, FP8Linear) and not (m.folds or m.w_cast)]
-    copies = "both" if torch.is_grad_enabled() else "first"
+    layers = [m for m in model.modules() if isinstance(m, FP8Linear) and not m.apart]
+    copies, before = "both" if torch.is_grad_enabled() else "first", [m.w_cast for m in layers]
     try:
         for m in layers:
             how = m.recipe, m.history()[1], copies, m.backend.cast
             m.w_cast = quantize_operand(m.weight.detach(), "w", *how)
         yield
     finally:
-        for m in layers:
-            m.w_cast = None
+        for m, w_cast in zip(layers, before):
+            m.w_cast = w_cast
 
 
 @torch.no_grad()
@@ -667,14 +666,15 @@ def fold_of(up: Tensor, gate: Tensor, smooth: str) -> Tensor:
     return ceil_pow2((up * F.silu(gate)).abs().view(-1, up.shape[-1]).amax(0, keepdim=True))
 
 
-class FP8SwiGLU(torch.autograd.Function):  # x (M, C) -> y (M, C)
-    class Inner:  # the ctx of an FP8Matmul inside this one
-        def save_for_backward(self, *tensors):
-            self.to_save = tensors
+class Inner:  # the ctx of an FP8Matmul inside another function
+    def save_for_backward(self, *tensors):
+        self.to_save = tensors
 
+
+class FP8SwiGLU(torch.autograd.Function):  # x (M, C) -> y (M, C)
     @staticmethod
     def forward(ctx, x, w12, w3, smooth, how12, how3):
-        ctx.inner = one, two = FP8SwiGLU.Inner(), FP8SwiGLU.Inner()
+        ctx.inner = one, two = Inner(), Inner()
         ug, token = FP8Matmul.forward(one, x, w12, None, None, *how12), smooth == "token"
         fold = fold_of(*ug.chunk(2, dim=-1), smooth) if smooth else None
         h, folds_w3 = (ug, dict(act="swiglu", fold=fold)), None if token else fold
@@ -702,7 +702,7 @@ class SwiGLU(nn.Module):
         self.smooth = smooth
         self.w12 = FP8Linear(n_embd, 2 * hidden, False, recipe)  # one cast of x serves both
         self.w3 = FP8Linear(hidden, n_embd, False, w3_recipe or recipe)
-        self.w3.folds = smooth == "channel"
+        self.w3.apart = smooth == "channel"
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fuses(x):

@@ -643,7 +643,8 @@ def train(c, given, args, device, device_line, source):
     used = "n/a" if used is None else f"{used:.1%}"
     print(f"result   val loss {val_loss:.4f}, {speed:,.0f} tokens/s, MFU {used},", end=" ")
     print(f"{size / 1e6:.0f} MB, {seconds:.0f} s; see {out}/")
-    print("sample   " + repr(text))
+    if text:
+        print("sample   " + repr(text))
 
 
 def compare(c, given, args, device, device_line, source):

@@ -141,7 +141,7 @@ class HuggingFace:
                 if amax is not None and hasattr(module, "amax_history"):
                     module.amax_history.zero_()[0, 0] = amax
                 if pin and module.recipe.w_fmt is E4M3:
-                    module.w_cast = w8, None
+                    module.w_cast, module.apart = (w8, None), True
                 continue
             row = 0
             for theirs, rows in parts:
