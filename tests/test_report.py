@@ -5,7 +5,6 @@ import math
 import signal
 
 import pytest
-import test_train
 import torch
 from test_train import TINY, arm, equal, state_of
 
@@ -14,8 +13,6 @@ import train
 from data import report
 from data.prepare import UserError
 from fp8gpt import E4M3, FP8Linear, Quantized, SwiGLU
-
-text = test_train.text  # the fixture: a prepared directory of a few kilobytes
 
 
 @pytest.fixture
