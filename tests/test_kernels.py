@@ -654,7 +654,7 @@ def test_one_graph_holds_forward_and_backward_of_every_recipe(recipe):
     assert counter.frame_count == 1  # no break, and no recompilation for the second batch
 
 
-@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+@pytest.mark.parametrize("recipe", ["current", pytest.param("blockwise", marks=pytest.mark.slow)])
 def test_inductor_keeps_the_kernels_in_one_graph(recipe):
     torch._dynamo.reset()
     layer, plain = FP8Linear(48, 70, recipe=recipe), FP8Linear(48, 70, recipe=recipe)

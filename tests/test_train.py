@@ -414,7 +414,7 @@ def test_operand_health_sees_every_operand_and_touches_nothing(text):
     before = state_of(a)
     health = train.operand_health(a)
     assert equal(before, state_of(a)) and len(health) == 2 * 4 * 3
-    assert all(20 < h["sqnr"] < 40 for h in health.values())
+    assert all(15 < h["sqnr"] < 40 for h in health.values())  # a gradient that has grown clips
 
 
 # Mistakes ----------------------------------------------------------------------------------------
