@@ -24,9 +24,9 @@ SAME = 1e-5
 # two codes of some operand: then by as much as one code of it does. Measured 1.3e-3, after 20 steps
 # of a loss that has fallen by 1.
 ORDER = 5e-3
-# FP8 Adam under FSDP: a tile of moments ends with the shard, so scales differ from those of the
-# whole tensor. Measured 2e-3 after 20 steps of a loss that has fallen by 1.6.
-SHARD_TILES = 2e-2
+# FP8 Adam: under FSDP a tile of moments ends with the shard, so scales differ; and a code of one
+# that flips is 6 % of it. Measured 5.5e-3 after 20 steps of a loss that has fallen by 1.
+MOMENTS = 2e-2
 
 
 def torchrun(n, *args, wait=True, **kwargs):
@@ -55,10 +55,9 @@ def check(n, job, ranks):
     one = alone(**{k: v for k, v in job.items() if k != "fsdp"} | dict(accum=job["accum"]))
     assert len({r["digest"] for r in ranks}) == 1, job
     assert len({str(r["losses"]) for r in ranks}) == 1
-    far = (
-        ORDER if job["accum"] > 2 or job.get("fsdp") else SAME
-    )  # the norm is a sum of shards', too
-    far = SHARD_TILES if job.get("fsdp") and "fp8adam" in job["text"] else far
+    shards = job.get("fsdp")  # their norm is a sum in another order, too
+    far = ORDER if job["accum"] > 2 or shards else SAME
+    far = MOMENTS if far is ORDER and "fp8adam" in job["text"] else far
     for a, b in zip([*one["losses"], one["val"]], [*ranks[0]["losses"], ranks[0]["val"]]):
         assert (a is None) == (b is None) and (a is None or abs(a - b) < far), (job, a, b)
     return one
@@ -87,7 +86,7 @@ def test_two_processes_train_as_one_does(text, tmp_path):
 @pytest.mark.soak
 def test_a_checkpoint_goes_on_among_another_number_of_processes(text, tmp_path):
     """One to two, two to one, whole to shards and back; FP8 moments, too."""
-    for optimizer, far in (("adamw", ORDER), ("fp8adam", SHARD_TILES)):
+    for optimizer, far in (("adamw", ORDER), ("fp8adam", MOMENTS)):
         job = dict(data=str(text), text=f"delayed,optimizer={optimizer}", accum=2)
         straight = alone(**job)
         alone(**job, steps=10, save=str(tmp_path / "one"))
