@@ -265,6 +265,8 @@ def parse_command_line(argv):
         raise UserError("--eval evaluates the weights of a run or an export: give --init-from")
     if args.older and not args.resume:
         raise UserError("--older chooses a checkpoint for --resume")
+    if "size" in given and "init_from" in given:
+        raise UserError("--init-from brings its own size: leave --size out")
     if args.resume and "init_from" in given:
         raise UserError("--resume goes on with a run, --init-from starts one: choose one")
     args.generate = args.sample is not None and "init_from" in given

@@ -203,6 +203,7 @@ def test_a_sample_from_a_run_is_the_one_at_its_end_and_at_0_always_the_same(trai
     (["--init-from", "{run}", "--sample", "x", "--temperature", "nan"], "temperature takes"),
     (["--rope-scaling", "8/1/4"], "factor/low/high"),
     (["--size", "gpt-5"], "size 'gpt-5' is unknown"),
+    (["--init-from", "{run}", "--size", "gpt-111m"], "its own size"),
 ])  # fmt: skip
 def test_a_mistake_is_one_sentence(trained, flags, says, text):
     flags = [f.format(run=trained / "bf16", out=trained) for f in flags]

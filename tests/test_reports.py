@@ -171,13 +171,15 @@ HELD_BY = {
     ],
     "O02 a moving average stalls": [
         "here::test_known_stalls_of_averages_rounded_to_nearest",
-        "test_adam.py::test_round_to_nearest_stalls_a_slow_average_and_stochastic_rounding_does_not",
+        "test_adam.py::test_round_to_nearest_stalls_a_slow_average_"
+        "and_stochastic_rounding_does_not",
         "test_adam.py::test_500_steps_end_near_adamw",
     ],
     "O05 the optimizer's state in a checkpoint": [
         "here::test_fp8_moments_do_not_resume_as_fp32_ones",
         "test_adam.py::test_state_dict_round_trip_is_bit_for_bit_and_so_is_the_next_step",
-        "test_adam.py::test_the_state_of_another_optimizer_format_or_block_is_refused_and_nothing_is"
+        "test_adam.py::test_the_state_of_another_optimizer_format_or_block_is_refused_"
+        "and_nothing_is"
         "_loaded",
     ],
     "K01 the interpreter's FP8 cast": [
