@@ -34,11 +34,11 @@ STATES = {"AdamW": "bf16", "FP8 Adam": "bf16,optimizer=fp8adam",
           "FP8 Adam, blocks of 256": "bf16,optimizer=fp8adam,adam_block=256"}  # fmt: skip
 THEIRS = """document|setting|its number|as told by
 trillion-token FP8|7B, 256 Gaudi2: FP8 against BF16|up to ~34 % throughput|its abstract
-trillion-token FP8|7B, 8 Gaudi2: FP8, Smooth-SwiGLU|12.65 -> 16.89 samples/s, +33.5 %|notes, not the paper
+trillion-token FP8|7B, 8 Gaudi2: FP8, Smooth-SwiGLU|12.65 -> 16.89 samples/s, +33.5 %|notes on it
 trillion-token FP8|FP8, SwiGLU's output in BF16|+27.0 %|derived: 5.1 % below, says a review
 trillion-token FP8|FP8 alone, which diverges|+37 %|a review, not the paper
 trillion-token FP8|memory in all|about -30 %|notes, not the paper
-Transformer Engine|H200 NVL, GEMMs of 5B with casts|delayed 1.69x, current 1.57x, block 1.41x|its docs
+Transformer Engine|H200 NVL, GEMMs of 5B with casts|delayed 1.69x, current 1.57x, block 1.41x|docs
 Transformer Engine|B300, the same|delayed 1.61x, MXFP8 1.44x, current 1.41x|its docs
 COAT|Llama-2-7B, 8 H100|3.53 to 2.80 s a step, 1.26x|its README
 torchao|GPT 1.5B, H100: delayed, compiled|+3.6 to +4.3 %|its issue 1297"""  # noqa: E501
