@@ -441,7 +441,7 @@ class Arm:
 
     def restore(self, state):
         check_tokenizer(state["tokenizer"], self.corpus)
-        flags = [{k: g[k] for k in ("weight_decay", "betas")} for g in self.optimizer.param_groups]
+        groups = [g | {} for g in self.optimizer.param_groups]
         try:
             moments = state["optimizer"]
             if self.shards:  # weights were loaded before they were sharded
@@ -449,6 +449,10 @@ class Arm:
             else:
                 load_weights(self.model, state["model"])
             self.optimizer.load_state_dict(moments)
+            for p, own in self.optimizer.state.items() if self.c.optimizer == "adamw" else ():
+                fits = dict(step=torch.Size(), exp_avg=p.shape, exp_avg_sq=p.shape)
+                if {k: t.shape for k, t in own.items()} != fits:  # torch looks at names only
+                    raise UserError("the checkpoint does not fit: this is another optimizer's state")
             self.step = int(state["step"])
             (torch.cuda if self.device.type == "cuda" else torch).set_rng_state(state["rng"])
         except UserError:
@@ -456,8 +460,8 @@ class Arm:
         except Exception as error:  # torch and a foreign state have many
             why = (str(error) or type(error).__name__).splitlines()[0]
             raise UserError(f"the checkpoint does not fit: {why}") from None
-        for group, given in zip(self.optimizer.param_groups, flags):
-            group |= given  # the file's were those of its first run
+        for group, own in zip(self.optimizer.param_groups, groups):
+            group |= own  # the file's settings were those of its first run
 
 
 def check_tokenizer(name, corpus):

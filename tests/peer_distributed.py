@@ -36,10 +36,12 @@ def digest(arm):
     return found.hexdigest()
 
 
-def train(data, text, steps=20, loud=0, broken=(), saved=None, save=None, **fields):
+def train(data, text, steps=20, loud=0, broken=(), saved=None, save=None, grid=False, **fields):
     """Train an arm -> losses and a digest. In every second micro-batch, which is that of rank 1 of
     two, activations are `loud` times as large; in the steps `broken`, its first try, they are NaN.
-    saved, save: directories of a checkpoint to start from and to write."""
+    saved, save: directories of a checkpoint to start from and to write.
+    grid: a micro-batch's gradients are rounded to multiples of 2**-20. Sums of some of those, below
+    16, are exact in fp32, so it does not matter in which order processes add them."""
     c = replace(trainer.Config(data=data), **SMALL | fields, **trainer.parse_arm(text))
     corpus = Corpus(c.data, c.tokenizer, c.block_size, say=lambda line: None)
     state = trainer.read_checkpoint(saved) if saved else None
@@ -57,6 +59,10 @@ def train(data, text, steps=20, loud=0, broken=(), saved=None, save=None, **fiel
 
     arm.batch, drawn = watched, []
     arm.model.wte.register_forward_hook(lambda m, args, out: out * factor[0])
+    if grid:
+        least = c.loss_scale * 2.0**-20
+        for w in arm.model.parameters():
+            w.register_hook(lambda g: (g / least).round() * least)
     while arm.step < steps:
         loss, _ = arm.train_step()
         drawn.append(loss if not arm.skipped else None)

@@ -891,6 +891,8 @@ def forged_states(saved, tmp_path, number, rng):
         try:
             read = one_sentence(load, tmp_path)
             again = one_sentence(restore, make, forged) if needed(forged) else None
+            if again is not None:
+                one_sentence(again.train_step)
         except Exception as error:
             raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
         ended["refused" if read is None or again is None else "loaded"] += 1

@@ -640,7 +640,12 @@ def train(model, run):
     return [loss.detach()] + [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("recipe", [name for name in FP8 if name != "amax"])  # as `current`
+def some(names, fast):
+    """Parameters, of which only the `fast` ones belong to the test command."""
+    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("recipe", some(FP8, ["delayed", "mxfp8"]))
 def test_one_graph_holds_forward_and_backward_of_every_recipe(recipe):
     torch._dynamo.reset()
     compiled, counter = tiny(recipe), CompileCounterWithBackend("aot_eager")
@@ -654,7 +659,7 @@ def test_one_graph_holds_forward_and_backward_of_every_recipe(recipe):
     assert counter.frame_count == 1  # no break, and no recompilation for the second batch
 
 
-@pytest.mark.parametrize("recipe", ["current", pytest.param("blockwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", some(["current", "blockwise"], ["current"]))
 def test_inductor_keeps_the_kernels_in_one_graph(recipe):
     torch._dynamo.reset()
     layer, plain = FP8Linear(48, 70, recipe=recipe), FP8Linear(48, 70, recipe=recipe)

@@ -339,7 +339,7 @@ def test_too_many_tokens_and_none_are_refused():
             model(torch.zeros(1, T, dtype=torch.long))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_a_whole_block_compiles_into_one_graph(recipe):
     torch._dynamo.reset()
     losses = []
