@@ -452,7 +452,7 @@ class Arm:
             for p, own in self.optimizer.state.items() if self.c.optimizer == "adamw" else ():
                 fits = dict(step=torch.Size(), exp_avg=p.shape, exp_avg_sq=p.shape)
                 if {k: t.shape for k, t in own.items()} != fits:  # torch looks at names only
-                    raise UserError("the checkpoint does not fit: this is another optimizer's state")
+                    raise ValueError("this is the state of another optimizer")
             self.step = int(state["step"])
             (torch.cuda if self.device.type == "cuda" else torch).set_rng_state(state["rng"])
         except UserError:

@@ -229,7 +229,7 @@ FUSED = 1e-3
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "fp8adam"])
 def test_a_run_goes_on_compiled_and_a_compiled_one_goes_on_without(optimizer, text, tmp_path):
-    """The same names and shapes in the checkpoint, and losses as of a run that was never compiled."""
+    """The same names and shapes in the checkpoint, and losses as of a run never compiled."""
     if not can_compile("cpu"):
         pytest.skip("torch.compile needs a C++ compiler")
     kind = dict(recipe="delayed", optimizer=optimizer, accum=2)

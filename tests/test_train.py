@@ -266,6 +266,9 @@ def test_a_bad_checkpoint_is_refused_with_a_sentence(text, tmp_path):
         state, _ = train.load_checkpoint(tmp_path)
         with pytest.raises(UserError, match=says):
             arm(text, **changes).restore(state)
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(UserError, match="another optimizer"):
+        arm(text).restore(state)
     state = whole_state(tmp_path, text)
     with pytest.raises(UserError, match="speaks gpt2"):
         arm(text).restore(state | dict(tokenizer="gpt2"))
@@ -414,8 +417,7 @@ def test_operand_health_sees_every_operand_and_touches_nothing(text):
     before = state_of(a)
     health = train.operand_health(a)
     assert equal(before, state_of(a)) and len(health) == 2 * 4 * 3
-    least = dict(x=20, w=20, g=15)  # a gradient that has grown since the last step clips
-    assert all(least[name[-1]] < h["sqnr"] < 40 for name, h in health.items())
+    assert all(20 < h["sqnr"] < 40 for h in health.values())
 
 
 # Mistakes ----------------------------------------------------------------------------------------
