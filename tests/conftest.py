@@ -15,6 +15,11 @@ os.environ["TRITON_INTERPRET"] = (
 torch.set_num_threads(1)  # several small processes on few cores: more threads are slower
 
 
+def some(names, fast):
+    """Parameters, of which only the `fast` ones belong to the test command."""
+    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ import interpreter
 import roofline
 import triton
 import triton.language as tl
+from conftest import some
 
 import kernels
 from fp8gpt import (
@@ -640,11 +641,7 @@ def train(model, run):
     return [loss.detach()] + [p.grad for p in model.parameters()]
 
 
-def some(names, fast):
-    """Parameters, of which only the `fast` ones belong to the test command."""
-    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
+@pytest.mark.xdist_group("dynamo")  # the process that compiles first takes seconds to begin
 @pytest.mark.parametrize("recipe", some(FP8, ["delayed", "mxfp8"]))
 def test_one_graph_holds_forward_and_backward_of_every_recipe(recipe):
     torch._dynamo.reset()
@@ -659,6 +656,7 @@ def test_one_graph_holds_forward_and_backward_of_every_recipe(recipe):
     assert counter.frame_count == 1  # no break, and no recompilation for the second batch
 
 
+@pytest.mark.xdist_group("dynamo")
 @pytest.mark.parametrize("recipe", some(["current", "blockwise"], ["current"]))
 def test_inductor_keeps_the_kernels_in_one_graph(recipe):
     torch._dynamo.reset()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn as nn
+from conftest import some
 from torch.utils.checkpoint import checkpoint
 
 import fp8gpt
@@ -484,7 +485,8 @@ def test_wrong_recipes_are_refused():
             make()
 
 
-@pytest.mark.parametrize("recipe", [r for r in ALL], ids=by_name)
+@pytest.mark.xdist_group("dynamo")
+@pytest.mark.parametrize("recipe", some(RECIPES, ["bf16", "delayed", "blockwise", "mxfp8"]))
 def test_one_graph_compiles_forward_and_backward(recipe):
     """No graph break, the same bits as eager, and no recompilation for a second batch."""
     torch._dynamo.reset()

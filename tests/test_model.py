@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import some
 
 import fp8gpt
 from data.bench import flops_per_token
@@ -339,7 +340,8 @@ def test_too_many_tokens_and_none_are_refused():
             model(torch.zeros(1, T, dtype=torch.long))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("mxfp8", marks=pytest.mark.slow)])
+@pytest.mark.xdist_group("dynamo")
+@pytest.mark.parametrize("recipe", some(["delayed", "mxfp8"], ["delayed"]))
 def test_a_whole_block_compiles_into_one_graph(recipe):
     torch._dynamo.reset()
     losses = []

@@ -136,7 +136,7 @@ def check_kills(recipe, text, tmp_path, kills, steps, seed):
 
 def test_a_run_that_is_killed_and_resumed_has_the_bits_of_one_that_was_not(text, tmp_path):
     """A checkpoint in every step, so that the kill falls into a write about as often as not."""
-    assert check_kills("delayed", text, tmp_path, 1, 16, 0) == 1
+    assert check_kills("delayed", text, tmp_path, 1, 10, 0) == 1
 
 
 @pytest.mark.soak
