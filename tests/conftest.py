@@ -42,8 +42,7 @@ def text(tmp_path_factory):
 
 # Those that take longest on their own start first: begun last, one would run on alone.
 LONG = ("test_every_kernel_compiles", "test_the_benchmark_for_gpus", "test_inductor_keeps",
-        "test_convert.py", "test_without_a_compiler", "test_500_steps",
-        "test_one_graph", "test_ctrl_c")  # fmt: skip
+        "test_convert.py", "test_500_steps", "test_one_graph", "test_ctrl_c")  # fmt: skip
 
 
 # What a run has counted, over all its processes: `pytest -m soak` ends with these sums.

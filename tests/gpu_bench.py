@@ -130,7 +130,7 @@ def correctness(left):
     lesson = quantize(x.cpu(), E4M3, amax=2.5)
     right = same(q, lesson.q) and same(q_t, lesson.q.t()) and same(s, lesson.s)
     report("correct", "cast delayed", wrong=int(not (right and same(amax, lesson.amax))))
-    shapes = [(1000, 1111), (4096, 2048), (1, 7)] if GPU else [(70, 131)]
+    shapes = [(1000, 1111), (4096, 2048), (1, 7)] if GPU else [(34, 131)]
     for name, tile in TILES.items():
         wrong = 0
         for shape in shapes:
@@ -294,7 +294,7 @@ BYTES = {"current": 6, "delayed": 4, "rowwise": 6, "blockwise": 4 + 8 / 128, "mx
 def casts(left):
     """Ours, and the lesson's cast as inductor fuses it: fractions of the time that the bytes take
     at the rate of a copy, and how much longer inductor takes."""
-    shapes = [(16384, 16384), (16384, 4096)] if GPU else [(64, 256)]
+    shapes = [(16384, 16384), (16384, 4096)] if GPU else [(32, 256)]
     for with_inductor in (False, True):  # all of ours first
         for shape, (name, per_element), act in itertools.product(
             shapes, BYTES.items(), ("x", "h", "gradient")
