@@ -101,8 +101,9 @@ def test_a_checkpoint_goes_on_among_another_number_of_processes(text, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("how", [{"grid": True}, {}, {"fsdp": True}], ids=["grid", "ddp", "fsdp"])
+@pytest.mark.parametrize("n, how", [
+    (2, {"grid": True}), (2, {"fsdp": True}), (4, {"grid": True}), (4, {}), (4, {"fsdp": True}),
+], ids=["2 on a grid", "2 shards", "4 on a grid", "4", "4 shards"])  # fmt: skip
 @pytest.mark.parametrize("optimizer", ["adamw", "fp8adam"])
 def test_every_recipe_trains_in_several_processes_as_in_one(n, how, optimizer, text, tmp_path):
     jobs = [dict(data=str(text), text=f"{r},optimizer={optimizer}", accum=4, loud=8) | how
