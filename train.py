@@ -41,6 +41,7 @@ from data.checkpoint import (
     SHAPE,
     SIZES,
     Run,
+    alone_in,
     load_weights,
     model_config,
     read_checkpoint,
@@ -263,6 +264,8 @@ def parse_command_line(argv):
             raise UserError("--recipe and --sample go with a single run")
     if args.eval and "init_from" not in given:
         raise UserError("--eval evaluates the weights of a run or an export: give --init-from")
+    if args.resume and "out" in given:
+        raise UserError("--resume goes on in its own directory: leave --out out")
     if args.older and not args.resume:
         raise UserError("--older chooses a checkpoint for --resume")
     if "size" in given and "init_from" in given:
@@ -332,6 +335,10 @@ def param_groups(model, weight_decay):
     for p in model.parameters():
         groups[p.dim() > 1 and id(p) not in tables].append(p)
     return [dict(params=groups[d], weight_decay=weight_decay * d) for d in (True, False)]
+
+
+class Diverged(UserError):
+    """Too many steps in a row were not finite."""
 
 
 class Arm:
@@ -415,7 +422,7 @@ class Arm:
             what = "gradient" if math.isfinite(loss) else "loss"
             print(f"step {self.step + 1}: the {what} is not finite: skipped, nothing was changed")
         if self.skipped >= c.max_skips:
-            raise UserError(f"step {self.step + 1} was not finite {self.skipped} times in a row")
+            raise Diverged(f"step {self.step + 1} was not finite {self.skipped} times in a row")
         return loss, norm
 
     @torch.no_grad()
@@ -495,6 +502,14 @@ def inherit(source, given, single):
     return taken | (dict(tokenizer=source.tokenizer) if source.tokenizer else {})
 
 
+def keep(arm, out, val_loss):
+    """A checkpoint, unless the model is broken: then the one before it is worth more."""
+    if math.isfinite(val_loss):
+        arm.save(out / "ckpt.pt")
+    else:
+        print(f"step {arm.step}: the validation loss is not finite: no checkpoint")
+
+
 def fit(arm, out, label):
     """Train to the end or to Ctrl-C -> (a row for each step, whether it was Ctrl-C)."""
     from tqdm import tqdm
@@ -535,25 +550,23 @@ def fit(arm, out, label):
             log.write(json.dumps(row) + "\n")
             log.flush()
             if due:  # after its row: a resumed run finds one for each of its steps
-                if math.isfinite(row["val_loss"]):
-                    arm.save(out / "ckpt.pt")
-                else:
-                    print(f"step {arm.step}: the validation loss is not finite: no checkpoint")
+                keep(arm, out, row["val_loss"])
                 if quiet:
                     losses = f"loss {loss:.4f}, val loss {row['val_loss']:.4f}"
                     print(f"{label}: step {arm.step}/{c.steps}, {losses}, {speed}", flush=True)
         if arm.step < c.steps:
-            arm.save(out / "ckpt.pt")
-            stop = stop or [signal.SIGTERM]  # another process's
+            stop = stop or [signal.SIGTERM]  # that another process has got
+            last = arm.evaluate()
+            keep(arm, out, last)
+            if rows:
+                rows[-1].setdefault("val_loss", last)
     for s in before:
         signal.signal(s, before[s])
     if signal.SIGTERM in stop:
         print(f"terminated at step {arm.step}: --resume {out} goes on")
         sys.exit(128 + signal.SIGTERM)
     if stop:
-        print(f"interrupted at step {arm.step}: evaluating what is there; --resume {out} goes on")
-    if rows and "val_loss" not in rows[-1]:
-        rows[-1]["val_loss"] = arm.evaluate()
+        print(f"interrupted at step {arm.step}: --resume {out} goes on")
     return rows, bool(stop)
 
 
@@ -565,15 +578,6 @@ def throughput(rows, c):
 
 # ------------------------------------------------------------------------------------------------
 # Commands
-
-
-def make_dir(path):
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with open(path / "steps.jsonl", "a"):
-            return path
-    except OSError as error:
-        raise UserError(f"cannot write to {path}: {error.strerror}") from None
 
 
 def announce(arm):
@@ -597,11 +601,11 @@ def announce(arm):
     print(f"optim    {c.optimizer}, {kept}; steps {arm.step + 1} to {c.steps} of {size}")
 
 
-def train(c, given, args, device, device_line, source):
-    state = None
-    if args.resume:
-        state, saved = load_checkpoint(args.resume, args.older)
-        c = replace(saved, **given)
+def train(c, given, args, device, device_line, source, state, saved):
+    if state:
+        same = given.get("recipe", saved.recipe) == saved.recipe
+        c = saved if same else replace(saved, **dict.fromkeys(RECIPE_FIELDS))
+        c = replace(c, **dict(fsdp=saved.fsdp and distributed.joined()) | given)
         if saved.optimizer != c.optimizer:
             raise UserError(f"--resume continues with {saved.optimizer}: that cannot change")
         if state["step"] >= c.steps:
@@ -615,42 +619,39 @@ def train(c, given, args, device, device_line, source):
     if c.fsdp and c.monitor:
         raise UserError("--monitor looks at whole weights, which no process has with --fsdp")
     if c.accum % (size := distributed.size()):
-        raise UserError(f"accum {c.accum} is no multiple of {size}, the number of processes")
+        raise UserError(f"{size} processes cannot share {c.accum} micro-batches: change --accum")
     with distributed.first_alone():
         corpus = Corpus(c.data, c.tokenizer, c.block_size)
     if given.get("tokenizer", corpus.tokenizer) != corpus.tokenizer:
         print(f"warning  data {c.data} ignores tokenizer = {c.tokenizer}: {corpus.tokenizer}")
     arm = Arm(c, corpus, device, source)
-    out = Path(args.resume or Path(c.out) / c.recipe)
-    if distributed.rank() == 0:
-        make_dir(out)
     if state:
         arm.restore(state)
         changed = f" -> {c.recipe}" if c.recipe != saved.recipe else ""
+        changed += f"; the schedule ends at {c.steps}" if c.steps != saved.steps else ""
         print(f"resume   {args.resume}: {saved.recipe}, step {arm.step}{changed}")
     announce(arm)
-    start = time.perf_counter()
-    rows, _ = fit(arm, out, c.recipe)
-    if not rows:
-        return
-    speed, val_loss, seconds = (
-        throughput(rows, c),
-        rows[-1]["val_loss"],
-        time.perf_counter() - start,
-    )
-    text = write_text(arm.model, corpus.tokenizer, c.seed, args) if math.isfinite(val_loss) else ""
-    if distributed.rank():
-        return
+    start, out = time.perf_counter(), Path(args.resume or Path(c.out) / c.recipe)
+    with alone_in(out) if distributed.rank() == 0 else contextlib.nullcontext():
+        rows, _ = fit(arm, out, c.recipe)
+        if rows and distributed.rank() == 0:
+            conclude(arm, rows, out, device_line, time.perf_counter() - start)
+    if rows and math.isfinite(rows[-1]["val_loss"]):
+        print("sample   " + repr(write_text(arm.model, corpus.tokenizer, c.seed, args)))
+
+
+def conclude(arm, rows, out, device_line, seconds):
+    """A run's result: a file, a picture, a line."""
+    c, speed, val_loss = arm.c, throughput(rows, arm.c), rows[-1]["val_loss"]
     used, size = flops_utilisation(arm, speed), memory(arm)
     report = dict(step=arm.step, val_loss=val_loss, tokens_per_s=speed, mfu=used, seconds=seconds)
     report |= dict(memory_bytes=size, config=asdict(c), machine=machine(device_line))
     write_whole(out / "run.json", lambda aside: aside.write_text(json.dumps(report, indent=1)))
-    plot([(c.recipe, [r["loss"] for r in rows])], out / "loss.png")
+    with open(out / "steps.jsonl") as log:  # of all its sessions
+        plot([(c.recipe, [json.loads(row)["loss"] for row in log])], out / "loss.png")
     used = "n/a" if used is None else f"{used:.1%}"
     print(f"result   val loss {val_loss:.4f}, {speed:,.0f} tokens/s, MFU {used},", end=" ")
-    print(f"{size / 1e6:.0f} MB, {seconds:.0f} s; see {out}/")
-    if text:
-        print("sample   " + repr(text))
+    print(f"{size / 1e6:.0f} MB, {seconds:.0f} s; see {out}/", flush=True)
 
 
 def compare(c, given, args, device, device_line, source):
@@ -665,26 +666,30 @@ def compare(c, given, args, device, device_line, source):
     corpus = Corpus(c.data, c.tokenizer, c.block_size)
     for a in arms:  # every mistake of an arm is found before the first one is trained
         model_config(a["config"], corpus.vocab_size)  # a source's fits, or Arm says so
-    stopped = False
+    stopped, diverged = False, {}
     for seed in range(c.seed, c.seed + args.seeds):
         for a in arms:
-            if stopped:
-                break
+            if stopped or a["name"] in diverged:
+                continue
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             arm = Arm(replace(a["config"], seed=seed), corpus, device, source)
             run = re.sub(r"[^\w.,=-]", "_", a["name"]) + f"-{seed}"
-            rows, stopped = fit(arm, make_dir(Path(c.out) / "compare" / run), a["name"])
-            if not rows:
+            try:
+                with alone_in(Path(c.out) / "compare" / run) as folder:
+                    rows, stopped = fit(arm, folder, a["name"])
+            except Diverged as error:
+                diverged[a["name"]] = f"seed {seed}, {error}"
+                continue
+            if stopped or not rows:  # half a run has no place beside whole ones
                 continue
             a["val_losses"].append(rows[-1]["val_loss"])
             a["speeds"].append(throughput(rows, arm.c))
             a["losses"], a["memory_bytes"] = [r["loss"] for r in rows], memory(arm)
             a["health"] = operand_health(arm)
-    arms = [a for a in arms if a["val_losses"]]
-    if not arms:
-        return
+    arms = [a for a in arms if a["val_losses"] and a["name"] not in diverged]
     for a in arms:
+        del a["val_losses"][min(len(b["val_losses"]) for b in arms) :]  # the same seeds for all
         a["config"], a["tokens_per_s"] = asdict(a["config"]), statistics.median(a.pop("speeds"))
         a["val_loss"] = statistics.mean(a["val_losses"])
         a["spread"] = statistics.stdev(a["val_losses"]) if len(a["val_losses"]) > 1 else None
@@ -695,8 +700,12 @@ def compare(c, given, args, device, device_line, source):
             a[k] = statistics.fmean(h[k] for h in health.values()) if health else 0.0
         a["worst"] = min(health, key=lambda n: health[n]["sqnr"], default=None)
         a["worst_sqnr"] = health[a["worst"]]["sqnr"] if health else None
+    for name, why in diverged.items():
+        print(f"diverged {name}: {why}")
+    if not arms:
+        return
     out = Path(c.out) / "compare"
-    report = dict(arms=arms, machine=machine(device_line))
+    report = dict(arms=arms, diverged=diverged, machine=machine(device_line))
     write_whole(out / "compare.json", lambda aside: aside.write_text(json.dumps(report, indent=1)))
     plot([(a["name"], a["losses"]) for a in arms], out / "compare.png")
     seeds = f", mean and standard deviation of {args.seeds} seeds" if args.seeds > 1 else ""
@@ -732,9 +741,11 @@ def evaluate(c, given, args, device, source):
 def main(argv):
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sample's bytes
     given, args = parse_command_line(argv)
-    if given.get("threads"):
-        torch.set_num_threads(given["threads"])
-    device, device_line = pick_device(given.get("device", "auto"))
+    state, saved = load_checkpoint(args.resume, args.older) if args.resume else (None, None)
+    told = (asdict(saved) if saved else {}) | given
+    if told.get("threads"):
+        torch.set_num_threads(told["threads"])
+    device, device_line = pick_device(told.get("device", "auto"))
     device = distributed.join(device)
     if distributed.joined() and (args.compare or args.bench or args.advise or args.eval):
         raise UserError("several processes train one run: give --recipe, not another command")
@@ -757,6 +768,7 @@ def main(argv):
     elif args.eval:
         evaluate(c, given, args, device, source)
     elif args.generate:
+        warn_ignored(c, given)
         model = GPT(model_config(c, source.vocab_size)).to(device)
         source.fill(model, pin=c.recipe == source.fields["recipe"])
         if source.tokenizer is None:
@@ -765,7 +777,7 @@ def main(argv):
     elif args.compare:
         compare(c, given, args, device, device_line, source)
     else:
-        train(c, given, args, device, device_line, source)
+        train(c, given, args, device, device_line, source, state, saved)
 
 
 def run_main(argv):

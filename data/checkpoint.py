@@ -1,8 +1,10 @@
 """What a run of train.py leaves: its configuration, its checkpoint, and a model from them."""
 
+import contextlib
 import math
 import os
 import re
+import shutil
 import zlib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -110,7 +112,10 @@ def write_checkpoint(state, path):
             os.fsync(f.fileno())
         if path.exists():
             link.unlink(missing_ok=True)
-            os.link(path, link)  # a second name for the same file
+            try:
+                os.link(path, link)  # a second name for the same file
+            except OSError:  # a file system without
+                shutil.copyfile(path, link)
             os.replace(link, path.with_name("ckpt.old.pt"))
         os.replace(aside, path)
         if os.name == "posix":  # the names themselves
@@ -120,6 +125,35 @@ def write_checkpoint(state, path):
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         aside.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {str(error).splitlines()[0]}") from None
+
+
+@contextlib.contextmanager
+def alone_in(directory):
+    """Make it, and meanwhile let no other run write there: two would mix their rows and
+    checkpoints. The system takes the lock from a process that dies; some have none."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / "steps.jsonl", "a"):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write to {directory}: {error.strerror}") from None
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield directory
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(f"another run is writing to {directory}: choose another --out") from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield directory
+    finally:
+        os.close(handle)
 
 
 def read_checkpoint(directory, older=False):

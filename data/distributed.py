@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from data.prepare import UserError
 from fp8gpt import FP8Adam, Quantized, dequantize, quantize
 
-# Torch 2.13 renames this option of DDP, but nothing else means: no copy at the start, either.
+# Torch 2.13 has another name for this option of DDP, which also leaves out a copy at the start.
 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
 # The model's logits are a view; nobody writes into them.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
@@ -37,7 +38,10 @@ def join(device):
         return device
     cuda = device.type == "cuda"
     if cuda:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        local, here = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= here:
+            raise UserError(f"{here} GPUs are here: start no more processes than that")
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE)
     if rank():

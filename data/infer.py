@@ -47,7 +47,8 @@ def write_text(model, tokenizer, seed, args):
     model.eval()
     with torch.compiler.set_stance("force_eager"):  # else every length would be compiled
         idx = torch.tensor([ids], device=model.wte.weight.device)
-        idx = generate(model, idx, args.tokens, args.temperature, top_k=50)
+        sharded = hasattr(model, "set_requires_gradient_sync")  # FSDP hands lists on as copies
+        idx = generate(model, idx, args.tokens, args.temperature, top_k=50, cached=not sharded)
     return encoding.decode(idx[0].tolist())
 
 

@@ -283,6 +283,15 @@ def read_meta(root):
     raise UserError(f"{path} is not what data/prepare.py writes: prepare the corpus again")
 
 
+def text_name(path, tokenizer):
+    """For a text of the user's: by content, since a run may be reading what another one needs."""
+    try:
+        digest = hashlib.sha256(tokenizer.encode() + path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    return f"{path.stem}-{digest[:12]}-text"
+
+
 class Corpus:
     """The shards of a corpus, prepared first if it must be. `source` is a name, a text file or a
     directory. Batch k is the same whatever was read before it: there is no position to restore."""
@@ -295,9 +304,9 @@ class Corpus:
             raise UserError(f"cannot read {source}: {error.strerror}") from None
         if source in NAMES or is_file:
             name = source if source in NAMES else "file"
-            out = HERE / (source if source in NAMES else self.root.stem + "-text")
             tokenizer = "gpt2" if source == "fineweb-edu" else tokenizer
-            meta = read_meta(out) if source in NAMES and out.exists() else None
+            out = HERE / (source if source in NAMES else text_name(self.root, tokenizer))
+            meta = read_meta(out) if out.exists() else None
             fresh = meta is not None and meta["tokenizer"] == tokenizer
             if not fresh or source == "stdlib" and meta.get("python") != platform.python_version():
                 prepare(name, source, tokenizer, out)

@@ -188,3 +188,15 @@ def test_gpt2_tokens_offline_are_an_explained_error(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(p.UserError, match="TIKTOKEN_CACHE_DIR; offline, use bytes"):
         p.get_tokenizer("gpt2")
+
+
+def test_texts_of_one_name_do_not_take_each_others_place(tmp_path, monkeypatch):
+    """Another run may be reading what the first was prepared to."""
+    monkeypatch.setattr(p, "HERE", tmp_path)
+    found = []
+    for word in ("one ", "two ", "one "):
+        (tmp_path / "input.txt").write_text(word * 1000)
+        corpus = p.Corpus(str(tmp_path / "input.txt"), "bytes", 8, say=lambda line: None)
+        found.append((corpus.root, (corpus.root / "train.bin").stat().st_ino))
+        assert bytes(corpus.shards["train"][0][:4].astype(np.uint8)) == word.encode()
+    assert found[0] == found[2] and found[0][0] != found[1][0]

@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from peer_distributed import train as alone
 from test_train import ROOT, TINY
 
 import train
+from data import distributed
 from data.prepare import UserError
 from fp8gpt import RECIPES
 
@@ -145,9 +147,11 @@ def test_a_process_that_dies_ends_the_job_with_a_message(text, tmp_path):
         "train.Arm.train_step = dies\n"
         "train.run_main(sys.argv[1:])\n"
     )
-    (tmp_path / "dies.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + code)
+    here = f"import data.prepare, pathlib; data.prepare.HERE = pathlib.Path({str(tmp_path)!r})\n"
+    path = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+    (tmp_path / "dies.py").write_text(path + here + code)
     start = time.monotonic()
-    args = [str(a) for a in flags(text, tmp_path, "--steps", 50)[1:]]
+    args = [str(a) for a in flags(text.with_suffix(".txt"), tmp_path, "--steps", 50)[1:]]
     code, said = torchrun(2, tmp_path / "dies.py", *args)
     assert code != 0 and time.monotonic() - start < 120
     assert (
@@ -155,6 +159,14 @@ def test_a_process_that_dies_ends_the_job_with_a_message(text, tmp_path):
         and "Traceback (most recent" not in (said.split("another process")[0])
     )
     assert train.read_checkpoint(tmp_path / "delayed")["step"] == 0  # whole
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="1 GPUs are here"):
+        distributed.join(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("argv, says", [

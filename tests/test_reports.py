@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from data import checkpoint
 from data.prepare import Corpus
 from fp8gpt import (
     E4M3,
@@ -600,8 +601,8 @@ def test_an_empty_batch_between_others_changes_no_history():
 def test_five_steps_with_recomputed_blocks_are_the_same_and_fill_five_entries(words):
     """T01: two micro-batches each, so that their cast weights are in use as well."""
     results = []
-    for checkpoint in (False, True):
-        a = arm(words, recipe="delayed", checkpoint=checkpoint, accum=2)
+    for again in (False, True):
+        a = arm(words, recipe="delayed", checkpoint=again, accum=2)
         losses = [a.train_step() for _ in range(5)]
         histories = [b for n, b in a.model.named_buffers() if n.endswith("amax_history")]
         assert all((h[:5] > 0).all() and not h[5:].any() for h in histories)
@@ -711,7 +712,8 @@ def test_a_model_that_broke_does_not_replace_a_good_checkpoint(words, tmp_path, 
             a.model.blocks[0].attn.wo.weight.data[3, 5] = INF
 
     monkeypatch.setattr(a.optimizer, "step", breaking)
-    rows, _ = train.fit(a, train.make_dir(tmp_path), "current")
+    with checkpoint.alone_in(tmp_path):
+        rows, _ = train.fit(a, tmp_path, "current")
     assert rows[1]["val_loss"] < 6 and np.isnan(rows[3]["val_loss"])
     state = train.read_checkpoint(tmp_path)
     assert state["step"] == 2 and all(v.isfinite().all() for v in state["model"].values())

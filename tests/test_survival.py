@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -220,6 +221,43 @@ def test_a_run_goes_on_in_another_recipe_and_with_another_history(text, tmp_path
     assert "mxfp8, step 6 -> delayed" in capsys.readouterr().out
     rows = (tmp_path / "delayed" / "steps.jsonl").read_text()
     assert [json.loads(r)["step"] for r in rows.splitlines()] == list(range(1, 9))
+
+
+def test_a_resumed_run_keeps_what_was_chosen_and_drops_what_was_another_recipes(text, tmp_path):
+    flags = [*TINY, "--data", str(text), "--out", str(tmp_path), "--steps", "2", "--threads", "1"]
+    train.main([*flags, "--recipe", "amax", "--margin", "0/0/5"])
+    state = checkpoint.read_checkpoint(tmp_path / "amax")
+    state["config"] |= dict(fsdp=True)  # as several processes leave it
+    checkpoint.write_checkpoint(state, tmp_path / "amax" / "ckpt.pt")
+    torch.set_num_threads(2)
+    out = run("--resume", tmp_path / "amax", "--steps", 3, "--tokens", 1)
+    assert out.returncode == 0 and "the schedule ends at 3" in out.stdout, out.stderr
+    assert torch.get_num_threads() == 1
+    config = checkpoint.read_checkpoint(tmp_path / "amax")["config"]
+    assert config["margin"] == "0/0/5" and config["fsdp"] is False
+    out = run("--resume", tmp_path / "amax", "--steps", 4, "--tokens", 1, "--recipe", "current")
+    assert out.returncode == 0 and "amax, step 3 -> current" in out.stdout, out.stderr
+    assert checkpoint.read_checkpoint(tmp_path / "amax")["config"]["margin"] is None
+
+
+def test_a_broken_model_that_is_terminated_replaces_no_checkpoint(text, tmp_path, monkeypatch):
+    a = arm(text)
+    monkeypatch.setattr(a, "evaluate", lambda: math.nan)
+    step = a.train_step
+    monkeypatch.setattr(a, "train_step", lambda: (os.kill(os.getpid(), signal.SIGTERM), step())[1])
+    with checkpoint.alone_in(tmp_path), pytest.raises(SystemExit):
+        train.fit(a, tmp_path, "mxfp8")
+    assert checkpoint.read_checkpoint(tmp_path)["step"] == 0 < a.step
+
+
+def test_a_file_system_without_links_keeps_two_checkpoints_too(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError))
+    a = arm(text)
+    for _ in range(3):
+        a.save(tmp_path / "ckpt.pt")
+        a.train_step()
+    steps = [checkpoint.read_checkpoint(tmp_path, older)["step"] for older in (False, True)]
+    assert steps == [2, 1] and len(list(tmp_path.iterdir())) == 2
 
 
 # Compiled code may add in another order, and then a code flips. Measured 0 on x86 with AVX2.

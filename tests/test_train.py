@@ -21,7 +21,7 @@ import torch
 
 import fp8gpt
 import train
-from data import bench
+from data import bench, checkpoint
 from data.prepare import Corpus, UserError
 from fp8gpt import RECIPES
 
@@ -301,6 +301,49 @@ def test_flags_win_over_the_checkpoint_and_rows_after_it_are_dropped(text, tmp_p
     assert out.returncode == 2 and "that cannot change" in out.stderr
 
 
+def test_a_result_is_written_before_the_sample(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "write_text", mock.Mock(side_effect=UserError("no tokenizer")))
+    with pytest.raises(UserError, match="no tokenizer"):
+        train.main([*TINY, "--data", str(text), "--steps", "2", "--out", str(tmp_path)])
+    assert (tmp_path / "mxfp8" / "run.json").exists()
+
+
+def test_a_comparison_has_no_half_runs_and_names_what_diverged(text, tmp_path, monkeypatch, capsys):
+    flags = [*TINY, "--data", str(text), "--steps", "3", "--out", str(tmp_path), "--seeds", "2"]
+    flags += ["--compare", "bf16", "current", "delayed"]
+    step, fit = train.Arm.train_step, train.fit
+
+    def breaks(a):
+        if a.c.recipe == "current" and a.c.seed == 1338 and a.step == 1:
+            raise train.Diverged("step 2 was not finite 5 times in a row")
+        return step(a)
+
+    def interrupted(a, out, label):
+        rows, _ = fit(a, out, label)
+        return rows, a.c.recipe == "delayed" and a.c.seed == 1338
+
+    monkeypatch.setattr(train.Arm, "train_step", breaks)
+    train.main(flags)
+    report = json.loads((tmp_path / "compare" / "compare.json").read_text())
+    assert [a["name"] for a in report["arms"]] == ["bf16", "delayed"]
+    assert report["diverged"]["current"].startswith("seed 1338, step 2")
+    assert "diverged current: seed 1338" in capsys.readouterr().out
+    monkeypatch.setattr(train, "fit", interrupted)
+    train.main(flags)
+    report = json.loads((tmp_path / "compare" / "compare.json").read_text())
+    assert {len(a["val_losses"]) for a in report["arms"]} == {1}  # the seed that both have
+
+
+def test_two_runs_do_not_write_into_one_directory(text, tmp_path):
+    flags = [*TINY, "--data", text, "--steps", 2, "--out", tmp_path, "--tokens", 1]
+    (tmp_path / "mxfp8").mkdir()
+    with checkpoint.alone_in(tmp_path / "mxfp8"):  # as a run in another terminal
+        out = run(*flags)
+    assert out.returncode == 2 and "another run is writing to" in out.stderr
+    assert not (tmp_path / "mxfp8" / "ckpt.pt").exists()
+    assert run(*flags).returncode == 0 == run(*flags).returncode
+
+
 def test_a_model_that_blew_up_ends_without_a_sample(text, tmp_path):
     flags = ["--steps", 1, "--lr", "1e30", "--warmup", 0, "--out", tmp_path]
     out = run(*TINY, "--data", text, *flags)
@@ -437,6 +480,7 @@ MISTAKES = [
     ("--margin 1/2", "three as x/w/g"),
     ("--smooth rows", "channel, token"),
     ("--family gpt2 --smooth token", "family llama"),
+    ("--resume x --out y", "leave --out out"),
     ("--n-embd 65", "must divide"),
     ("--n-embd 1000000000", "does not fit"),
     ("--block-size 100000", "smaller --block-size"),
