@@ -42,6 +42,7 @@ from data.checkpoint import (
     SIZES,
     Run,
     alone_in,
+    caught_signals,
     load_weights,
     model_config,
     read_checkpoint,
@@ -518,10 +519,6 @@ def fit(arm, out, label):
     tokens = c.batch_size * c.block_size * c.accum
     quiet = not sys.stderr.isatty() or not writes
     bar = tqdm(total=c.steps, initial=arm.step, desc=label, disable=quiet, dynamic_ncols=True)
-    stop = []  # a signal fills it; a second one ends all
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    for s in before:
-        signal.signal(s, lambda s, _: stop.append(s) or signal.signal(s, before[s]))
     arm.model.train()
     if arm.step == 0:
         arm.save(out / "ckpt.pt")  # so that it can be resumed from the first instant on
@@ -530,7 +527,7 @@ def fit(arm, out, label):
         kept = path.read_text().splitlines(keepends=True)[: arm.step]
         write_whole(path, lambda aside: aside.write_text("".join(kept)))
     look = Monitor(arm, out) if writes else contextlib.nullcontext()
-    with open(path, "a") as log, look as monitor, bar:
+    with open(path, "a") as log, look as monitor, bar, caught_signals() as stop:
         while arm.step < c.steps and not distributed.anywhere(stop, arm.device):
             start, lr = time.perf_counter(), arm.lr()
             loss, norm = arm.train_step()
@@ -555,13 +552,11 @@ def fit(arm, out, label):
                     losses = f"loss {loss:.4f}, val loss {row['val_loss']:.4f}"
                     print(f"{label}: step {arm.step}/{c.steps}, {losses}, {speed}", flush=True)
         if arm.step < c.steps:
-            stop = stop or [signal.SIGTERM]  # that another process has got
+            stop += [] if stop else [signal.SIGTERM]  # which another process has got
             last = arm.evaluate()
             keep(arm, out, last)
             if rows:
                 rows[-1].setdefault("val_loss", last)
-    for s in before:
-        signal.signal(s, before[s])
     if signal.SIGTERM in stop:
         print(f"terminated at step {arm.step}: --resume {out} goes on")
         sys.exit(128 + signal.SIGTERM)

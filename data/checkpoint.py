@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import zlib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -125,6 +126,19 @@ def write_checkpoint(state, path):
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         aside.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {str(error).splitlines()[0]}") from None
+
+
+@contextlib.contextmanager
+def caught_signals():
+    """-> a list that Ctrl-C and SIGTERM add themselves to; a second one ends the process."""
+    caught, before = [], {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    for s in before:
+        signal.signal(s, lambda s, _: caught.append(s) or signal.signal(s, before[s]))
+    try:
+        yield caught
+    finally:
+        for s in before:
+            signal.signal(s, before[s])
 
 
 @contextlib.contextmanager

@@ -311,7 +311,7 @@ def test_a_result_is_written_before_the_sample(text, tmp_path, monkeypatch):
 def test_a_comparison_has_no_half_runs_and_names_what_diverged(text, tmp_path, monkeypatch, capsys):
     flags = [*TINY, "--data", str(text), "--steps", "3", "--out", str(tmp_path), "--seeds", "2"]
     flags += ["--compare", "bf16", "current", "delayed"]
-    step, fit = train.Arm.train_step, train.fit
+    step, fit, handler = train.Arm.train_step, train.fit, signal.getsignal(signal.SIGINT)
 
     def breaks(a):
         if a.c.recipe == "current" and a.c.seed == 1338 and a.step == 1:
@@ -328,6 +328,7 @@ def test_a_comparison_has_no_half_runs_and_names_what_diverged(text, tmp_path, m
     assert [a["name"] for a in report["arms"]] == ["bf16", "delayed"]
     assert report["diverged"]["current"].startswith("seed 1338, step 2")
     assert "diverged current: seed 1338" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is handler
     monkeypatch.setattr(train, "fit", interrupted)
     train.main(flags)
     report = json.loads((tmp_path / "compare" / "compare.json").read_text())
