@@ -43,17 +43,19 @@ from data.checkpoint import (
     Run,
     alone_in,
     caught_signals,
+    check_adamw,
     load_weights,
     model_config,
     read_checkpoint,
     scaling,
     triple,
     write_checkpoint,
+    written,
 )  # fmt: skip
 from data.convert import open_source
 from data.infer import post_training, write_text
 from data.prepare import Corpus, UserError
-from data.report import Monitor, memory, operand_health, plot, print_table, write_whole
+from data.report import Monitor, memory, operand_health, plot, print_arms, summary, write_whole
 from fp8gpt import E4M3, E5M2, GPT, MASTERS, RECIPES, FP8Adam, FP8Linear
 
 # ------------------------------------------------------------------------------------------------
@@ -457,10 +459,7 @@ class Arm:
             else:
                 load_weights(self.model, state["model"])
             self.optimizer.load_state_dict(moments)
-            for p, own in self.optimizer.state.items() if self.c.optimizer == "adamw" else ():
-                fits = dict(step=torch.Size(), exp_avg=p.shape, exp_avg_sq=p.shape)
-                if {k: t.shape for k, t in own.items()} != fits:  # torch looks at names only
-                    raise ValueError("this is the state of another optimizer")
+            check_adamw(self.optimizer)
             self.step = int(state["step"])
             (torch.cuda if self.device.type == "cuda" else torch).set_rng_state(state["rng"])
         except UserError:
@@ -520,12 +519,14 @@ def fit(arm, out, label):
     quiet = not sys.stderr.isatty() or not writes
     bar = tqdm(total=c.steps, initial=arm.step, desc=label, disable=quiet, dynamic_ncols=True)
     arm.model.train()
+    path = out / "steps.jsonl" if writes else Path(os.devnull)
+    if writes:  # a resumed run keeps the whole rows up to its checkpoint
+        path.touch()
+        kept = path.read_text().splitlines(keepends=True)[: arm.step]
+        kept = "".join(row for row in kept if row.endswith("\n"))
+        write_whole(path, lambda aside: aside.write_text(kept))
     if arm.step == 0:
         arm.save(out / "ckpt.pt")  # so that it can be resumed from the first instant on
-    path = out / "steps.jsonl" if writes else Path(os.devnull)
-    if writes:  # a resumed run keeps the rows up to its checkpoint
-        kept = path.read_text().splitlines(keepends=True)[: arm.step]
-        write_whole(path, lambda aside: aside.write_text("".join(kept)))
     look = Monitor(arm, out) if writes else contextlib.nullcontext()
     with open(path, "a") as log, look as monitor, bar, caught_signals() as stop:
         while arm.step < c.steps and not distributed.anywhere(stop, arm.device):
@@ -553,15 +554,14 @@ def fit(arm, out, label):
                     print(f"{label}: step {arm.step}/{c.steps}, {losses}, {speed}", flush=True)
         if arm.step < c.steps:
             stop += [] if stop else [signal.SIGTERM]  # which another process has got
-            last = arm.evaluate()
-            keep(arm, out, last)
-            if rows:
-                rows[-1].setdefault("val_loss", last)
+            keep(arm, out, arm.evaluate() if arm.skipped else 0)  # soon: a second signal may come
     if signal.SIGTERM in stop:
         print(f"terminated at step {arm.step}: --resume {out} goes on")
         sys.exit(128 + signal.SIGTERM)
     if stop:
-        print(f"interrupted at step {arm.step}: --resume {out} goes on")
+        print(f"interrupted at step {arm.step}: evaluating what is there; --resume {out} goes on")
+    if rows and "val_loss" not in rows[-1]:
+        rows[-1]["val_loss"] = arm.evaluate()
     return rows, bool(stop)
 
 
@@ -628,6 +628,8 @@ def train(c, given, args, device, device_line, source, state, saved):
     announce(arm)
     start, out = time.perf_counter(), Path(args.resume or Path(c.out) / c.recipe)
     with alone_in(out) if distributed.rank() == 0 else contextlib.nullcontext():
+        if state and written(out) != args.seen:
+            raise UserError(f"{out} has a newer checkpoint than the one just read: resume again")
         rows, _ = fit(arm, out, c.recipe)
         if rows and distributed.rank() == 0:
             conclude(arm, rows, out, device_line, time.perf_counter() - start)
@@ -656,64 +658,65 @@ def compare(c, given, args, device, device_line, source):
         overrides = parse_arm(text)
         if text in (a["name"] for a in arms):
             raise UserError(f"arm {text!r} stands twice in --compare")
-        arms.append(dict(name=text, config=replace(c, **overrides), val_losses=[], speeds=[]))
+        arms.append(dict(name=text, config=replace(c, **overrides), runs=[]))
         warn_ignored(arms[-1]["config"], given | overrides, f"arm {text}: ")
     corpus = Corpus(c.data, c.tokenizer, c.block_size)
     for a in arms:  # every mistake of an arm is found before the first one is trained
         model_config(a["config"], corpus.vocab_size)  # a source's fits, or Arm says so
-    stopped, diverged = False, {}
-    for seed in range(c.seed, c.seed + args.seeds):
+    out, seeds = Path(c.out) / "compare", range(c.seed, c.seed + args.seeds)
+    with alone_in(out):
+        diverged = compare_arms(arms, seeds, out, corpus, device, source)
+    for name, why in diverged.items():
+        print(f"diverged {name}: {why}")
+    arms = [a for a in arms if a["runs"] and a["name"] not in diverged]
+    if diverged and not arms:
+        raise UserError("no arm is left to compare")
+    seeds = min((len(a["runs"]) for a in arms), default=0)  # those that all arms have
+    for a in arms:
+        runs, a["config"] = a.pop("runs")[:seeds], asdict(a["config"])
+        a["val_losses"] = [run.pop("val_loss") for run in runs]
+        a["tokens_per_s"] = statistics.median(run.pop("speed") for run in runs)
+        a |= runs[-1]
+        a["val_loss"] = statistics.mean(a["val_losses"])
+        a["spread"] = statistics.stdev(a["val_losses"]) if len(a["val_losses"]) > 1 else None
+        pairs = zip(a["val_losses"], arms[0]["val_losses"])
+        a["difference"] = statistics.mean(x - y for x, y in pairs)
+        a |= summary(a.pop("health"))
+    if not arms:
+        return
+    report = dict(arms=arms, diverged=diverged, machine=machine(device_line))
+    write_whole(out / "compare.json", lambda aside: aside.write_text(json.dumps(report, indent=1)))
+    plot([(a["name"], a["losses"]) for a in arms], out / "compare.png")
+    spread = f", mean and standard deviation of {seeds} seeds" if seeds > 1 else ""
+    print(f"\n{c.steps} steps{spread}; nats a token; differences to {arms[0]['name']}\n")
+    print_arms(arms)
+    print(f"\nsee {out}/compare.json and {out}/compare.png")
+
+
+def compare_arms(arms, seeds, out, corpus, device, source):
+    """Train them, each seed in turn; a["runs"] gets a result of each whole run -> who diverged."""
+    diverged = {}
+    for seed in seeds:
         for a in arms:
-            if stopped or a["name"] in diverged:
+            if a["name"] in diverged:
                 continue
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             arm = Arm(replace(a["config"], seed=seed), corpus, device, source)
             run = re.sub(r"[^\w.,=-]", "_", a["name"]) + f"-{seed}"
             try:
-                with alone_in(Path(c.out) / "compare" / run) as folder:
+                with alone_in(out / run) as folder:
                     rows, stopped = fit(arm, folder, a["name"])
             except Diverged as error:
                 diverged[a["name"]] = f"seed {seed}, {error}"
                 continue
-            if stopped or not rows:  # half a run has no place beside whole ones
-                continue
-            a["val_losses"].append(rows[-1]["val_loss"])
-            a["speeds"].append(throughput(rows, arm.c))
-            a["losses"], a["memory_bytes"] = [r["loss"] for r in rows], memory(arm)
-            a["health"] = operand_health(arm)
-    arms = [a for a in arms if a["val_losses"] and a["name"] not in diverged]
-    for a in arms:
-        del a["val_losses"][min(len(b["val_losses"]) for b in arms) :]  # the same seeds for all
-        a["config"], a["tokens_per_s"] = asdict(a["config"]), statistics.median(a.pop("speeds"))
-        a["val_loss"] = statistics.mean(a["val_losses"])
-        a["spread"] = statistics.stdev(a["val_losses"]) if len(a["val_losses"]) > 1 else None
-        pairs = zip(a["val_losses"], arms[0]["val_losses"])
-        a["difference"] = statistics.mean(x - y for x, y in pairs)
-        health = a.pop("health")
-        for k in ("underflow", "clip"):
-            a[k] = statistics.fmean(h[k] for h in health.values()) if health else 0.0
-        a["worst"] = min(health, key=lambda n: health[n]["sqnr"], default=None)
-        a["worst_sqnr"] = health[a["worst"]]["sqnr"] if health else None
-    for name, why in diverged.items():
-        print(f"diverged {name}: {why}")
-    if not arms:
-        return
-    out = Path(c.out) / "compare"
-    report = dict(arms=arms, diverged=diverged, machine=machine(device_line))
-    write_whole(out / "compare.json", lambda aside: aside.write_text(json.dumps(report, indent=1)))
-    plot([(a["name"], a["losses"]) for a in arms], out / "compare.png")
-    seeds = f", mean and standard deviation of {args.seeds} seeds" if args.seeds > 1 else ""
-    print(f"\n{c.steps} steps{seeds}; nats a token; differences to {arms[0]['name']}\n")
-    table = ["arm|val loss|differs|tokens/s|MB|underflow|clip|worst SQNR".split("|")]
-    for a in arms:
-        spread = "" if a["spread"] is None else f" ± {a['spread']:.4f}"
-        row = [a["name"], f"{a['val_loss']:.4f}{spread}", f"{a['difference']:+.4f}"]
-        row += [f"{a['tokens_per_s']:,.0f}", f"{a['memory_bytes'] / 1e6:.0f}"]
-        row += [f"{a['underflow']:.3%}", f"{a['clip']:.3%}"]
-        table.append(row + [f"{a['worst_sqnr']:.1f} dB, {a['worst']}" if a["worst"] else "n/a"])
-    print_table(table)
-    print(f"\nsee {out}/compare.json and {out}/compare.png")
+            if arm.step == arm.c.steps:  # half a run has no place beside whole ones
+                result = dict(val_loss=rows[-1]["val_loss"], speed=throughput(rows, arm.c))
+                result |= dict(losses=[r["loss"] for r in rows], memory_bytes=memory(arm))
+                a["runs"].append(result | dict(health=operand_health(arm)))
+            if stopped:
+                return diverged
+    return diverged
 
 
 def evaluate(c, given, args, device, source):
@@ -736,6 +739,7 @@ def evaluate(c, given, args, device, source):
 def main(argv):
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sample's bytes
     given, args = parse_command_line(argv)
+    args.seen = written(args.resume) if args.resume else None
     state, saved = load_checkpoint(args.resume, args.older) if args.resume else (None, None)
     told = (asdict(saved) if saved else {}) | given
     if told.get("threads"):

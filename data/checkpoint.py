@@ -147,8 +147,6 @@ def alone_in(directory):
     checkpoints. The system takes the lock from a process that dies; some have none."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / "steps.jsonl", "a"):
-            pass
     except OSError as error:
         raise UserError(f"cannot write to {directory}: {error.strerror}") from None
     try:
@@ -168,6 +166,21 @@ def alone_in(directory):
         yield directory
     finally:
         os.close(handle)
+
+
+def check_adamw(optimizer):
+    """Raise ValueError for a state that torch has loaded without a look at its tensors."""
+    for p, state in optimizer.state.items() if isinstance(optimizer, torch.optim.AdamW) else ():
+        moment, step = (p.shape, p.dtype, p.layout), ((), torch.float32, torch.strided)
+        kinds = {k: (t.shape, t.dtype, t.layout) for k, t in state.items()}
+        if kinds != dict(step=step, exp_avg=moment, exp_avg_sq=moment):
+            raise ValueError("this is the state of another optimizer")
+
+
+def written(directory):
+    """When the checkpoint there was written, to see whether another one has come."""
+    path = Path(directory) / "ckpt.pt"
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def read_checkpoint(directory, older=False):

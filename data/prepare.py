@@ -286,7 +286,9 @@ def read_meta(root):
 def text_name(path, tokenizer):
     """For a text of the user's: by content, since a run may be reading what another one needs."""
     try:
-        digest = hashlib.sha256(tokenizer.encode() + path.read_bytes()).hexdigest()
+        own = tokenizer.endswith(".json") and Path(tokenizer).is_file()
+        kind = Path(tokenizer).read_bytes() if own else tokenizer.encode()
+        digest = hashlib.sha256(kind + path.read_bytes()).hexdigest()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     return f"{path.stem}-{digest[:12]}-text"

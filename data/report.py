@@ -47,6 +47,25 @@ def print_table(rows):
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
 
 
+def summary(health):
+    """What a comparison says of the operands of an arm."""
+    parts = {k: [h[k] for h in health.values()] or [0.0] for k in ("underflow", "clip")}
+    means = {k: statistics.fmean(values) for k, values in parts.items()}
+    worst = min(health, key=lambda n: health[n]["sqnr"], default=None)
+    return means | dict(worst=worst, worst_sqnr=health[worst]["sqnr"] if health else None)
+
+
+def print_arms(arms):
+    table = ["arm|val loss|differs|tokens/s|MB|underflow|clip|worst SQNR".split("|")]
+    for a in arms:
+        spread = "" if a["spread"] is None else f" ± {a['spread']:.4f}"
+        row = [a["name"], f"{a['val_loss']:.4f}{spread}", f"{a['difference']:+.4f}"]
+        row += [f"{a['tokens_per_s']:,.0f}", f"{a['memory_bytes'] / 1e6:.0f}"]
+        row += [f"{a['underflow']:.3%}", f"{a['clip']:.3%}"]
+        table.append(row + [f"{a['worst_sqnr']:.1f} dB, {a['worst']}" if a["worst"] else "n/a"])
+    print_table(table)
+
+
 def sync(device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -68,6 +68,7 @@ def check(n, job, ranks):
 FAST = [
     dict(text="delayed,optimizer=fp8adam,smooth=channel,stochastic_rounding=true", accum=4,
          loud=8, grid=True, broken=[5, 11]),
+    dict(text="current", accum=2, loud=8),
     dict(text="delayed", accum=4, loud=8, broken=[7], fsdp=True),
     dict(text="mxfp8,family=gpt2,optimizer=fp8adam,loss_scale=1024", accum=2, fsdp=True),
 ]  # fmt: skip
@@ -103,6 +104,15 @@ def test_a_checkpoint_goes_on_among_another_number_of_processes(text, tmp_path):
 
 
 @pytest.mark.soak
+def test_a_sharded_run_ends_in_a_sample_and_goes_on(text, tmp_path):
+    more = ["--resume", tmp_path / "delayed", "--steps", 6]
+    for args in (flags(text, tmp_path, "--steps", 3, "--fsdp"), [ROOT / "train.py", *more]):
+        code, said = torchrun(2, *args)
+        assert code == 0 and said.count("result   val loss") == said.count("sample   ") == 1, said
+    assert train.read_checkpoint(tmp_path / "delayed")["config"]["fsdp"] is True
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("n, how", [
     (2, {"grid": True}), (2, {"fsdp": True}), (4, {"grid": True}), (4, {}), (4, {"fsdp": True}),
 ], ids=["2 on a grid", "2 shards", "4 on a grid", "4", "4 shards"])  # fmt: skip
@@ -119,8 +129,9 @@ def flags(text, out, *more):
 
 
 def test_only_rank_0_writes_and_termination_leaves_a_checkpoint(text, tmp_path):
-    """The command itself: stopped by SIGTERM, resumed by one process."""
-    started = torchrun(2, *flags(text, tmp_path, "--steps", 100000), wait=False)
+    """The command itself, sharded: stopped by SIGTERM, resumed by one process, which has no
+    shards."""
+    started = torchrun(2, *flags(text, tmp_path, "--steps", 100000, "--fsdp"), wait=False)
     rows = tmp_path / "delayed" / "steps.jsonl"
     until = time.monotonic() + 120
     while not rows.exists() or rows.read_text().count("\n") < 3:

@@ -310,29 +310,27 @@ def test_a_result_is_written_before_the_sample(text, tmp_path, monkeypatch):
 
 def test_a_comparison_has_no_half_runs_and_names_what_diverged(text, tmp_path, monkeypatch, capsys):
     flags = [*TINY, "--data", str(text), "--steps", "3", "--out", str(tmp_path), "--seeds", "2"]
-    flags += ["--compare", "bf16", "current", "delayed"]
-    step, fit, handler = train.Arm.train_step, train.fit, signal.getsignal(signal.SIGINT)
-
-    def breaks(a):
-        if a.c.recipe == "current" and a.c.seed == 1338 and a.step == 1:
-            raise train.Diverged("step 2 was not finite 5 times in a row")
-        return step(a)
-
-    def interrupted(a, out, label):
-        rows, _ = fit(a, out, label)
-        return rows, a.c.recipe == "delayed" and a.c.seed == 1338
-
-    monkeypatch.setattr(train.Arm, "train_step", breaks)
-    train.main(flags)
+    step, handler, breaks = train.Arm.train_step, signal.getsignal(signal.SIGINT), "--compare"
+    breaks = [breaks, "bf16", "current,loss_scale=3e38"]  # gradients leave the range
+    train.main([*flags, *breaks, "delayed"])
     report = json.loads((tmp_path / "compare" / "compare.json").read_text())
     assert [a["name"] for a in report["arms"]] == ["bf16", "delayed"]
-    assert report["diverged"]["current"].startswith("seed 1338, step 2")
-    assert "diverged current: seed 1338" in capsys.readouterr().out
+    assert report["diverged"]["current,loss_scale=3e38"].startswith("seed 1337, step 1 was not")
+    assert "diverged current,loss_scale=3e38: seed 1337" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGINT) is handler
-    monkeypatch.setattr(train, "fit", interrupted)
-    train.main(flags)
+    with pytest.raises(UserError, match="no arm is left"):
+        train.main([*flags, *breaks[::2]])
+
+    def interrupted(a):
+        if a.c.recipe == "delayed" and a.c.seed == 1338 and a.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return step(a)
+
+    monkeypatch.setattr(train.Arm, "train_step", interrupted)
+    train.main([*flags, "--compare", "bf16", "delayed", "mxfp8"])
     report = json.loads((tmp_path / "compare" / "compare.json").read_text())
-    assert {len(a["val_losses"]) for a in report["arms"]} == {1}  # the seed that both have
+    assert [len(a["val_losses"]) for a in report["arms"]] == [1, 1, 1]  # the seed that all have
+    assert "3 steps; nats" in capsys.readouterr().out and len(report["arms"][0]["losses"]) == 3
 
 
 def test_two_runs_do_not_write_into_one_directory(text, tmp_path):
