@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from data.prepare import Corpus  # noqa: E402
-from train import Arm, Config, parse_arm, print_table  # noqa: E402
+from data.report import print_table  # noqa: E402
+from train import Arm, Config, parse_arm  # noqa: E402
 
 SEEDS = (1337, 1338, 1339)
 # The claims' model: half as wide as train.py's default, so that three seeds of many arms fit into
