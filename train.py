@@ -644,7 +644,7 @@ def conclude(arm, rows, out, device_line, seconds):
     report = dict(step=arm.step, val_loss=val_loss, tokens_per_s=speed, mfu=used, seconds=seconds)
     report |= dict(memory_bytes=size, config=asdict(c), machine=machine(device_line))
     write_whole(out / "run.json", lambda aside: aside.write_text(json.dumps(report, indent=1)))
-    with open(out / "steps.jsonl") as log:  # of all its sessions
+    with open(out / "steps.jsonl") as log:  # from before a resume, too
         plot([(c.recipe, [json.loads(row)["loss"] for row in log])], out / "loss.png")
     used = "n/a" if used is None else f"{used:.1%}"
     print(f"result   val loss {val_loss:.4f}, {speed:,.0f} tokens/s, MFU {used},", end=" ")
