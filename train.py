@@ -554,7 +554,8 @@ def fit(arm, out, label):
                     print(f"{label}: step {arm.step}/{c.steps}, {losses}, {speed}", flush=True)
         if arm.step < c.steps:
             stop += [] if stop else [signal.SIGTERM]  # which another process has got
-            keep(arm, out, arm.evaluate() if arm.skipped else 0)  # soon: a second signal may come
+            # At once, for a second signal ends all; but after a skipped step it may be broken.
+            keep(arm, out, arm.evaluate() if arm.skipped else 0)
     if signal.SIGTERM in stop:
         print(f"terminated at step {arm.step}: --resume {out} goes on")
         sys.exit(128 + signal.SIGTERM)
@@ -739,7 +740,7 @@ def evaluate(c, given, args, device, source):
 def main(argv):
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sample's bytes
     given, args = parse_command_line(argv)
-    args.seen = written(args.resume) if args.resume else None
+    args.seen = written(args.resume) if args.resume else None  # before it is read
     state, saved = load_checkpoint(args.resume, args.older) if args.resume else (None, None)
     told = (asdict(saved) if saved else {}) | given
     if told.get("threads"):

@@ -144,7 +144,7 @@ def caught_signals():
 @contextlib.contextmanager
 def alone_in(directory):
     """Make it, and meanwhile let no other run write there: two would mix their rows and
-    checkpoints. The system takes the lock from a process that dies; some have none."""
+    checkpoints. A process that dies loses its lock; where there are no locks, none is refused."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

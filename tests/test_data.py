@@ -200,3 +200,8 @@ def test_texts_of_one_name_do_not_take_each_others_place(tmp_path, monkeypatch):
         found.append((corpus.root, (corpus.root / "train.bin").stat().st_ino))
         assert bytes(corpus.shards["train"][0][:4].astype(np.uint8)) == word.encode()
     assert found[0] == found[2] and found[0][0] != found[1][0]
+    names = []
+    for content in ("{}", "{ }"):  # another tokenizer of the same path makes other tokens
+        (tmp_path / "tokenizer.json").write_text(content)
+        names.append(p.text_name(tmp_path / "input.txt", str(tmp_path / "tokenizer.json")))
+    assert names[0] != names[1]
